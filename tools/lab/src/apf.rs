@@ -27,26 +27,25 @@ pub mod arm64;
 mod device;
 mod kvm;
 mod read_latency;
-mod slices;
 mod sweep;
 
 use crate::experiment::{LabResult, Options, skip_if_busy, vcpus};
 use crate::fixture::builder;
 use crate::report::Progress;
 use crate::result::{Measurement, Report};
+use crate::slices::Pace;
 use lacuna::memory::Swap;
 use lacuna::soft::VmBuilder;
 use lacuna::{Apf, Arch, PageCount};
-use slices::Pace;
 
 /// Guest memory in MiB: four times [`RESIDENT_MIB`].
 const MEMORY_MIB: u64 = 256;
 /// Host memory for it, in MiB.
 const RESIDENT_MIB: u64 = 64;
 /// The guest's time slice in microseconds, as of the kernel in the 2010 benchmark.
-const SLICE_US: u64 = 4000;
+pub(crate) const SLICE_US: u64 = 4000;
 /// The guest's timer tick, in microseconds.
-const TICK_US: u64 = 1000;
+pub(crate) const TICK_US: u64 = 1000;
 /// The most outstanding faults of a vCPU (KVM's `ASYNC_PF_PER_VCPU`, and ours).
 const OUTSTANDING: u64 = 64;
 

@@ -51,6 +51,7 @@ pub mod restore;
 pub mod result;
 mod session;
 pub mod size;
+mod slices;
 mod stalls;
 pub mod stats;
 mod sweeps;

@@ -33,18 +33,13 @@ mod experiments;
 mod peer;
 mod push;
 
+use crate::apf::{SLICE_US, TICK_US};
 use crate::demand_paging::{self, DemandPaging};
 use crate::experiment::{LabError, LabResult, Options};
 use crate::report::Progress;
 use crate::result::{Measurement, Report};
 use arms::Scene;
 use lacuna::memory::MemoryKind;
-use std::time::Duration;
-
-/// The guest's time slice in microseconds, as of the kernel in the 2010 benchmark.
-const SLICE_US: u64 = 4000;
-/// The guest's timer tick, in microseconds.
-const TICK_US: u64 = 1000;
 
 /// Measures everything, in the order of the table above.
 ///
@@ -100,25 +95,21 @@ fn unavailable(memory_kind: MemoryKind) -> Option<LabError> {
 fn with_params(result: Measurement, scene: &Scene) -> Measurement {
     let [workers, faulters] = scene.processes;
     let push = match scene.push {
-        push::Pace::Rate(rate) => format!("{rate} pages a second"),
-        push::Pace::Full => "as fast as pages come".into(),
+        push::Speed::Rate(rate) => format!("{rate} pages a second"),
+        push::Speed::Full => "as fast as pages come".into(),
     };
-    result
+    scene
+        .pace
+        .with_params(result)
         .param("memory_mib", scene.memory_mib)
         .param("vcpus", 1)
         .param("workers", workers)
         .param("faulters", faulters)
         .param("write_percent", 50)
-        .param("latency_us", us(scene.latency))
+        .param("latency_us", scene.latency.as_micros() as u64)
         .param("push", push)
         .param("pushed_in_flight", scene.window)
         .param("demanded_in_flight", lacuna::source::Peer::IN_FLIGHT)
         .param("guest_slice_us", SLICE_US)
         .param("guest_tick_us", TICK_US)
-        .param("slice_ms", us(scene.slice) / 1000)
-        .param("settle_ms", us(scene.settle) / 1000)
-}
-
-fn us(time: Duration) -> u64 {
-    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }

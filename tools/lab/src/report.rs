@@ -129,15 +129,20 @@ pub(crate) fn figure(value: f64) -> String {
 
 /// `rows` in columns, two spaces apart. The first and the last column are flush left, the others
 /// flush right.
-pub(crate) fn align<const N: usize>(rows: &[[String; N]]) -> String {
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
-    let widths: [usize; N] = std::array::from_fn(|column| width(column).unwrap_or(0));
+pub(crate) fn align<R: AsRef<[String]>>(rows: &[R]) -> String {
+    let mut widths = Vec::new();
+    for row in rows {
+        widths.resize(row.as_ref().len(), 0);
+        for (width, cell) in widths.iter_mut().zip(row.as_ref()) {
+            *width = cell.chars().count().max(*width);
+        }
+    }
     let mut text = String::new();
     for row in rows {
         let mut line = String::new();
-        for (column, (cell, width)) in row.iter().zip(widths).enumerate() {
+        for (column, (cell, &width)) in row.as_ref().iter().zip(&widths).enumerate() {
             let gap = if column == 0 { "" } else { "  " };
-            let _ = if column == 0 || column == N - 1 {
+            let _ = if column == 0 || column == widths.len() - 1 {
                 write!(line, "{gap}{cell:<width$}")
             } else {
                 write!(line, "{gap}{cell:>width$}")

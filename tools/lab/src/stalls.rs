@@ -4,12 +4,18 @@ use crate::report::time;
 use lacuna::soft::Stalls;
 use serde_json::{Value, json};
 
-/// Adds to `sum` the stalls between two readings, vCPU by vCPU.
-pub fn add_stalls(sum: &mut Vec<Stalls>, before: &[Stalls], after: &[Stalls]) {
-    sum.resize_with(after.len(), Stalls::default);
-    for (sum, (before, after)) in sum.iter_mut().zip(before.iter().zip(after)) {
-        sum.add(&after.since(before));
-    }
+/// The stalls between two readings, vCPU by vCPU.
+pub fn since(before: &[Stalls], after: &[Stalls]) -> Vec<Stalls> {
+    let pairs = before.iter().zip(after);
+    pairs.map(|(before, after)| after.since(before)).collect()
+}
+
+/// Adds `more` to `sum`, vCPU by vCPU.
+pub fn add_stalls(sum: &mut Vec<Stalls>, more: &[Stalls]) {
+    sum.resize_with(more.len(), Stalls::default);
+    sum.iter_mut()
+        .zip(more)
+        .for_each(|(sum, more)| sum.add(more));
 }
 
 /// The header of a column of [`stalls_text`].

@@ -8,12 +8,12 @@
 //! How much the program computes on a page is not given but searched for ([`calibrate`]): without
 //! asynchronous faults it shall wait for 30 % of its time.
 
-use super::slices::{Arm, Gain, OFF_NULL_ON, Role, Runs, turns};
 use crate::experiment::{LabResult, Options};
 use crate::fixture::{builder, with_size};
 use crate::result::{Measurement, Report};
 use crate::session::{Session, image, on};
-use crate::stalls::add_stalls;
+use crate::slices::{Arm, Gain, OFF_NULL_ON, Role, Runs, turns};
+use crate::stalls::{add_stalls, since};
 use lacuna::soft::{ApfStats, Stalls, Vm, VmBuilder};
 use lacuna::{Apf, Arch, PageCount};
 use lacuna_guest::status::{Kind, Status};
@@ -83,8 +83,7 @@ impl<'a> Program<'a> {
         self.session.guest.run_until(ROUND_LIMIT, over)?;
         self.next += self.steps;
         let (now, after) = (Instant::now(), self.session.vm.stalls());
-        let mut stalls = Vec::new();
-        add_stalls(&mut stalls, &self.stalls, &after);
+        let stalls = since(&self.stalls, &after);
         self.stalls = after;
         let seconds = (now - std::mem::replace(&mut self.began, now)).as_secs_f64();
         let stalled: u64 = stalls.iter().map(Stalls::total_ns).sum();
@@ -223,11 +222,9 @@ pub fn run(
         let mut calibrated = calibrate(&mut program, Search::small(options), || begin(0))?;
         assert_eq!(faults(session.vm).swap_in.number, 0, "no such faults yet");
         let mut on_seconds = 0.0;
-        let roles = [Role::Time, Role::Waits];
-        let runs = turns(&OFF_NULL_ON, rounds, roles, begin, |arm, stalls| {
+        let runs = turns(&OFF_NULL_ON, rounds, begin, |arm, stalls| {
             let round = program.next(arm.apf.unwrap_or(Apf::On))?;
-            let none = vec![Stalls::default(); round.stalls.len()];
-            add_stalls(stalls, &none, &round.stalls);
+            add_stalls(stalls, &round.stalls);
             if arm == Arm::ON {
                 on_seconds += round.seconds;
             }

@@ -29,13 +29,13 @@
 
 use super::alone::{self, Program, Search, TOLERANCE, calibrate};
 use super::device::{self, DEVICES, Guests};
-use super::slices::{Gain, OFF_NULL_ON, Pace, take_turns};
 use super::{SLICE_US, TICK_US};
 use crate::experiment::{LabResult, Options, skip_if_busy};
 use crate::fixture::{builder, with_size};
 use crate::report::{Progress, align, time};
 use crate::result::{Measurement, Report};
 use crate::session::{image, on};
+use crate::slices::{Gain, OFF_NULL_ON, PROCESSES, Pace, take_turns};
 use crate::stats::Summary;
 use lacuna::memory::{LatencySetting, LogNormal};
 use lacuna::soft::{ApfStats, VmBuilder};
@@ -230,7 +230,10 @@ fn measure_pair(
         ids.into_iter().for_each(|id| report.skip(id, &why));
         return Ok(());
     }
-    report.detail(runs.table(&format!("{}, {vcpus} vCPUs, steps", guests.about)));
+    report.detail(runs.table(
+        &format!("{}, {vcpus} vCPUs, steps", guests.about),
+        &PROCESSES,
+    ));
     let [cpu, memory] = ids;
     let (cpu, memory) = (
         runs.result(cpu, Gain::WORKERS)?,

@@ -2,13 +2,13 @@
 //! without.
 
 use super::read_latency::ReadLatency;
-use super::slices::{Arm, Gain, OFF_NULL_ON, Pace, Role, Runs, take_turns};
 use super::{bm, with_params};
 use crate::experiment::{LabResult, Options};
 use crate::first_look::{Found, Row};
 use crate::report::short;
 use crate::result::{Measurement, Report};
 use crate::session::{image, on};
+use crate::slices::{Arm, Gain, OFF_NULL_ON, PROCESSES, Pace, Role, Runs, take_turns};
 use crate::stats::Rounds;
 use lacuna::memory::Swap;
 use std::time::Duration;
@@ -133,7 +133,7 @@ pub fn measure(
         Some(latency) => format!("{}, which reads a page in {}", device.about, latency.text()),
         None => format!("{} {}", device.about, guests.form),
     };
-    report.detail(runs.table(&title));
+    report.detail(runs.table(&title, &PROCESSES));
     // All ratios before the first result: on a busy machine all are skipped.
     let results = results(device, guests, pace, latency.as_ref(), &runs)?;
     results.into_iter().for_each(|result| report.push(result));

@@ -27,12 +27,12 @@
 //!   measured alone.
 //! * Slices are short and many, because such hosts are disturbed for a second or more at times.
 
-use super::slices::{Arm, Gain, Pace, Role, Runs, take_turns};
 use super::{SLICE_US, with_bm};
 use crate::experiment::{LabError, LabResult, Options, skip_if_busy};
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Measured, image, on};
+use crate::slices::{Arm, Gain, PROCESSES, Pace, Role, Runs, take_turns};
 use crate::stats::Summary;
 use lacuna::kvm::VmBuilder;
 use lacuna::memory::{LatencySetting, SlotFlags};
@@ -155,8 +155,8 @@ fn swapped(options: &Options, report: &mut Report, progress: &Progress) -> LabRe
     let results = results.collect::<Result<Vec<_>, _>>()?;
     for (at, (result, without)) in results.into_iter().enumerate() {
         let title = format!("/dev/kvm, {} ms of injected latency", LATENCIES[at].0);
-        report.detail(on[at].table(&format!("{title}, on")));
-        report.detail(off[at].table(&format!("{title}, off")));
+        report.detail(on[at].table(&format!("{title}, on"), &PROCESSES));
+        report.detail(off[at].table(&format!("{title}, off"), &PROCESSES));
         let result = with_kvm(result, pace(options, Apf::On), [MEMORY_MIB, RESIDENT_MIB]);
         report.push(result.arm("share_percent_off", without));
     }
@@ -243,7 +243,7 @@ fn provided(options: &Options, report: &mut Report, progress: &Progress) -> LabR
     let mut result = with_kvm(result, pace(options, Apf::On), [SOURCE_MIB; 2]);
     for (name, share, pages, runs) in all {
         let title = format!("/dev/kvm, a source {SOURCE_MS} ms (injected) away, {name}");
-        report.detail(runs.table(&title));
+        report.detail(runs.table(&title, &PROCESSES));
         result = result
             .arm(&format!("share_percent_{name}"), share)
             .arm(&format!("faulter_{name}"), pages);

@@ -16,11 +16,11 @@
 //! for the upper end. The break-even is infinite if not even the longest latency qualifies.
 
 use super::device::{Guests, MEMORY, run};
-use super::slices::{Gain, OFF_NULL_ON, Pace};
 use super::with_params;
 use crate::experiment::{LabResult, Options};
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
+use crate::slices::{Gain, OFF_NULL_ON, PROCESSES, Pace};
 use crate::stats::Summary;
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -76,7 +76,7 @@ pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> L
             ratios: [runs.ratio(workers)?, runs.ratio(faulters)?],
             nulls: [runs.ratio(workers.null())?, runs.ratio(faulters.null())?],
         });
-        report.detail(runs.table(&format!("{us} us a page (injected)")));
+        report.detail(runs.table(&format!("{us} us a page (injected)"), &PROCESSES));
     }
     report.push(record(&points, pace(options, Duration::ZERO)));
     Ok(())

@@ -8,7 +8,7 @@ use crate::fixture::builder;
 use crate::report::{Progress, align};
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Session, image, on};
-use crate::stalls::add_stalls;
+use crate::stalls::{add_stalls, since};
 use crate::stats::{Summary, paired, quantile, rounds};
 use crate::thp::scene::{Block, call};
 use lacuna::memory::HugePages;
@@ -146,7 +146,7 @@ fn calls(
         calls
     })?;
     arm.calls.extend(calls);
-    add_stalls(&mut arm.stalls, &before, &session.vm.stalls());
+    add_stalls(&mut arm.stalls, &since(&before, &session.vm.stalls()));
     Ok(())
 }
 

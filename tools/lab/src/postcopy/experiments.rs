@@ -1,12 +1,14 @@
 //! The experiments: their scenes, their arms, and their results.
 
-use super::arms::Figure::{self, Demanded, Faulters, P99, Pushed, Workers};
-use super::arms::{Arm, Runs, Scene};
-use super::push::Pace;
+use super::arms::{Runs, Scene};
+use super::push::Speed;
 use super::{about, prefix, with_params};
 use crate::experiment::{LabResult, Options, skip_if_busy};
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
+use crate::slices::Role::{Demanded, Faulters, P99, Pushed, Workers};
+use crate::slices::{Arm, Gain, PROCESSES, Pace, Role};
+use crate::stats::Rounds;
 use lacuna::memory::MemoryKind;
 use lacuna::{Apf, Arch};
 use lacuna_guest::status::Kind;
@@ -18,9 +20,8 @@ pub struct Experiment {
     /// The end of its ids.
     suffix: &'static str,
     scene: Scene,
-    /// The slice of a quick run.
-    quick: Duration,
-    rounds: usize,
+    /// Milliseconds of a slice of a quick run.
+    quick_ms: u64,
     arms: &'static [Arm],
     rows: &'static [Row],
     /// Whether the bars of its rows hold.
@@ -28,8 +29,8 @@ pub struct Experiment {
     is_quick: bool,
 }
 
-/// A result: its name, its bar, and what is compared in two arms; the first is the base.
-type Row = (&'static str, f64, Figure, [Arm; 2]);
+/// A result: its name, its bar, and what is compared.
+type Row = (&'static str, f64, Gain);
 
 /// The name of the null in results.
 const NULL_NAME: &str = "null";
@@ -37,14 +38,32 @@ const NULL_NAME: &str = "null";
 /// The worker alone. Its loss in the other arms is due to faults.
 const ALONE: Arm = Arm {
     paused: &[Kind::Faulter],
-    ..Arm::new("alone", false, Apf::Off)
+    ..arm("alone", false, Apf::Off)
 };
-const NEITHER: Arm = Arm::new("neither", false, Apf::Off);
-const EXITS: Arm = Arm::new("exits", true, Apf::Off);
+const NEITHER: Arm = arm("neither", false, Apf::Off);
+const EXITS: Arm = arm("exits", true, Apf::Off);
 /// [`EXITS`] once more: the null.
 const NULL: Arm = EXITS.named(NULL_NAME);
-const ASYNC: Arm = Arm::new("async", false, Apf::On);
-const BOTH: Arm = Arm::new("both", true, Apf::On);
+const ASYNC: Arm = arm("async", false, Apf::On);
+const BOTH: Arm = arm("both", true, Apf::On);
+
+/// An arm in which all processes run and pages are pushed.
+const fn arm(name: &'static str, exits: bool, apf: Apf) -> Arm {
+    Arm {
+        exits,
+        pushes: true,
+        ..Arm::new(name, &[], Some(apf))
+    }
+}
+
+/// Whether something is counted for `role` in `arm`.
+fn counts(arm: &Arm, role: Role) -> bool {
+    match role {
+        Workers => !arm.paused.contains(&Kind::Worker),
+        Pushed => arm.pushes,
+        _ => !arm.paused.contains(&Kind::Faulter),
+    }
+}
 
 /// One faulter; its vCPU exits and waits, so each stall is a demand.
 const DEMAND: Arm = Arm {
@@ -70,25 +89,31 @@ const SCENE: Scene = Scene {
     processes: [1, 1],
     latency: Duration::from_millis(1),
     // Few against the memory, so that nearly all pages that a faulter touches are missing.
-    push: Pace::Rate(1000),
+    push: Speed::Rate(1000),
     window: 64,
-    slice: Duration::from_millis(120),
-    settle: Duration::from_millis(30),
+    pace: pace(15, 120),
 };
+
+const fn pace(rounds: usize, slice_ms: u64) -> Pace {
+    Pace {
+        rounds: Rounds::Count(rounds),
+        slice: Duration::from_millis(slice_ms),
+        settle: Duration::from_millis(30),
+    }
+}
 
 /// A computing process beside a faulting one.
 const ONE_FAULTER: Experiment = Experiment {
     part: "worker",
     suffix: "1ms",
     scene: SCENE,
-    quick: Duration::from_millis(60),
-    rounds: 15,
+    quick_ms: 60,
     arms: &[EXITS, NULL, NEITHER, ASYNC, BOTH, ALONE],
     rows: &[
-        ("worker_ratio", 1.8, Workers, [EXITS, BOTH]),
-        ("memory_ratio", 1.5, Faulters, [EXITS, BOTH]),
-        ("pages_kept_percent", 90.0, Demanded, [EXITS, BOTH]),
-        ("worker_kept_percent", 90.0, Workers, [ASYNC, BOTH]),
+        ("worker_ratio", 1.8, Gain::new(EXITS, BOTH, Workers)),
+        ("memory_ratio", 1.5, Gain::new(EXITS, BOTH, Faulters)),
+        ("pages_kept_percent", 90.0, Gain::new(EXITS, BOTH, Demanded)),
+        ("worker_kept_percent", 90.0, Gain::new(ASYNC, BOTH, Workers)),
     ],
     has_bars: true,
     is_quick: true,
@@ -113,18 +138,17 @@ const fn one_faulter(suffix: &'static str, us: u64) -> Experiment {
 const FILL_64: Experiment = Experiment {
     part: "push",
     scene: Scene {
-        push: Pace::Full,
+        push: Speed::Full,
         memory_mib: 1024,
-        slice: Duration::from_millis(300),
+        pace: pace(9, 300),
         ..SCENE
     },
     // A quick fill still has time for several answers.
-    quick: Duration::from_millis(100),
-    rounds: 9,
+    quick_ms: 100,
     arms: &[DEMAND, DEMAND_NULL, FILL, BESIDE],
     rows: &[
-        ("demand_p99_ratio", 3.0, P99, [DEMAND, BESIDE]),
-        ("fill_kept_percent", 50.0, Pushed, [FILL, BESIDE]),
+        ("demand_p99_ratio", 3.0, Gain::new(DEMAND, BESIDE, P99)),
+        ("fill_kept_percent", 50.0, Gain::new(FILL, BESIDE, Pushed)),
     ],
     ..ONE_FAULTER
 };
@@ -138,11 +162,11 @@ pub const ALL: [Experiment; 6] = [
     Experiment {
         scene: Scene {
             processes: [1, 4],
+            pace: pace(9, 120),
             ..SCENE
         },
-        rounds: 9,
         arms: &[EXITS, NULL, BOTH],
-        rows: &[("crowd_ratio", 1.8, Faulters, [EXITS, BOTH])],
+        rows: &[("crowd_ratio", 1.8, Gain::new(EXITS, BOTH, Faulters))],
         has_bars: false,
         ..ONE_FAULTER
     },
@@ -185,20 +209,17 @@ impl Experiment {
             (_, [_, many]) => format!("{many} faulters, {peer}"),
         };
         progress.step(title.clone())?;
-        let slice = if options.quick {
-            self.quick
-        } else {
-            self.scene.slice
-        };
         let scene = Scene {
             arch: options.arch,
             kind,
-            slice,
+            pace: match options.quick {
+                true => pace(2, self.quick_ms),
+                false => self.scene.pace,
+            },
             ..self.scene
         };
-        let rounds = if options.quick { 2 } else { self.rounds };
-        let done = scene.measure(self.arms, rounds).and_then(|runs| {
-            report.detail(runs.table(&title));
+        let done = scene.measure(self.arms).and_then(|runs| {
+            report.detail(table(&runs, &title));
             // Compute all results before the first report: on a busy machine all are skipped.
             let results = self.results(&scene, &runs)?;
             if self.arms.contains(&ALONE) {
@@ -211,24 +232,27 @@ impl Experiment {
     }
 
     fn results(&self, scene: &Scene, runs: &Runs) -> LabResult<Vec<Measurement>> {
-        let result = |(&(name, bar, figure, [base, arm]), id): (&Row, String)| {
+        let result = |(&(name, bar, gain), id): (&Row, String)| {
             let (unit, scale) = match name.ends_with("_percent") {
                 true => ("%", 100.0),
                 false => ("x", 1.0),
             };
-            let (better, rate) = match figure {
+            let (better, rate) = match gain.role {
                 P99 => (Better::Lower, Demanded),
                 rate => (Better::Higher, rate),
             };
-            let ratio = runs.ratio(&base, &arm, figure)?.scaled(scale);
+            let ratio = runs.ratio(gain)?.scaled(scale);
             let mut found = with_params(Measurement::new(id, unit, better, ratio), scene);
             if self.has_bars {
                 found = found.bar(bar);
             }
-            for arm in self.arms.iter().filter(|arm| arm.counts(figure)) {
+            for &arm in self.arms.iter().filter(|arm| counts(arm, gain.role)) {
                 found = match arm.name {
                     // It is the first arm once more.
-                    NULL_NAME => found.arm(NULL_NAME, runs.ratio(&self.arms[0], arm, figure)?),
+                    NULL_NAME => {
+                        let null = Gain::new(self.arms[0], arm, gain.role);
+                        found.arm(NULL_NAME, runs.ratio(null)?)
+                    }
                     name => found.arm(name, runs.arm(arm, rate)),
                 };
             }
@@ -239,8 +263,13 @@ impl Experiment {
     }
 }
 
+fn table(runs: &Runs, title: &str) -> String {
+    let [workers, faulters] = PROCESSES;
+    runs.table(title, &[workers, faulters, "demanded/s", "pushed/s"])
+}
+
 fn speed_of_worker(title: &str, runs: &Runs) -> String {
-    let speed = |arm| runs.figure(&arm, Workers).median;
+    let speed = |arm| runs.rate(arm, Workers).median;
     let percent = |arm| 100.0 * speed(arm) / speed(ALONE);
     format!(
         "{title}: the worker has {:.0} % of its speed alone with exits, and {:.0} % with both.",
@@ -261,7 +290,7 @@ mod tests {
             kind,
             memory_mib: 48,
             processes: [1, faulters],
-            slice: Duration::from_millis(150),
+            pace: pace(1, 150),
             ..SCENE
         }
     }
@@ -280,8 +309,8 @@ mod tests {
             unseen.extend(rates.map(|rate| (arm, rate, true)));
         }
         eventually(|| {
-            let runs = small(kind, 2).measure(ONE_FAULTER.arms, 1).unwrap();
-            unseen.retain(|(arm, rate, some)| (runs.figure(arm, *rate).median > 0.0) != *some);
+            let runs = small(kind, 2).measure(ONE_FAULTER.arms).unwrap();
+            unseen.retain(|(arm, rate, some)| (runs.rate(*arm, *rate).median > 0.0) != *some);
             match unseen.is_empty() {
                 true => Ok(()),
                 false => Err(format!("(arm, rate, whether more than 0): {unseen:?}")),
@@ -305,11 +334,14 @@ mod tests {
         needs_guests();
         let scene = small(MemoryKind::Budget, 1);
         let results = eventually(|| {
-            let runs = scene.measure(FILL_64.arms, 1).unwrap();
-            let some = |arm: &Arm, rate| runs.figure(arm, rate).median > 0.0;
+            let runs = scene.measure(FILL_64.arms).unwrap();
+            let some = |arm: &Arm, rate| runs.rate(*arm, rate).median > 0.0;
             let pushed = [FILL, BESIDE].iter().all(|arm| some(arm, Pushed));
             if !pushed || some(&FILL, Faulters) {
-                return Err(runs.table("fill or beside pushed no page, or fill has accesses"));
+                return Err(table(
+                    &runs,
+                    "fill or beside pushed no page, or fill has accesses",
+                ));
             }
             match FILL_64.results(&scene, &runs) {
                 Err(LabError::Busy(why)) => Err(why),

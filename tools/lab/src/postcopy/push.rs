@@ -11,14 +11,14 @@ use std::time::Duration;
 
 /// How fast pages are pushed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Pace {
+pub enum Speed {
     /// Pages a second.
     Rate(u64),
     /// As fast as they arrive.
     Full,
 }
 
-/// The pause between two groups of pages of a [`Pace::Rate`].
+/// The pause between two groups of pages of a [`Speed::Rate`].
 const PAUSE: Duration = Duration::from_millis(4);
 
 /// Pushes the pages of one guest while it is on.
@@ -26,7 +26,7 @@ pub struct Push<'a> {
     pub memory: &'a dyn MissingMemory,
     pub arch: Arch,
     pub pages: &'a Pages,
-    pub pace: Pace,
+    pub speed: Speed,
     pub is_on: AtomicBool,
 }
 
@@ -61,12 +61,12 @@ impl Push<'_> {
                 continue;
             }
             let room = self.pages.room();
-            let count = match self.pace {
-                Pace::Rate(rate) => {
+            let count = match self.speed {
+                Speed::Rate(rate) => {
                     thread::sleep(PAUSE);
                     room.min(rate * PAUSE.as_millis() as u64 / 1000)
                 }
-                Pace::Full => room,
+                Speed::Full => room,
             };
             // A present page is not requested, and does not count.
             let end = self.pages.asked_to_push() + count;

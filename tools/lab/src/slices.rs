@@ -1,10 +1,11 @@
-//! The arms of an experiment, and the slices of time in which they take turns in one guest.
+//! The arms of an experiment, the slices of time in which they take turns in one guest, and what was
+//! counted in them.
 
 use crate::experiment::{LabError, LabResult};
 use crate::report::{align, short};
 use crate::result::{Better, Measurement};
 use crate::session::{Measured, Session};
-use crate::stalls::{STALLS, add_stalls, stalls_json, stalls_text};
+use crate::stalls::{STALLS, add_stalls, since, stalls_json, stalls_text};
 use crate::stats::{Rounds, Summary, measures, paired};
 use lacuna::Apf;
 use lacuna::soft::Stalls;
@@ -17,9 +18,14 @@ use std::time::Duration;
 pub struct Arm {
     /// Its name in results.
     pub name: &'static str,
-    paused: &'static [Kind],
+    pub paused: &'static [Kind],
     /// How faults are taken; `None`: in the VM's own way.
     pub apf: Option<Apf>,
+    /// At a missing page of a source the vCPU exits. The VMM notifies the guest if it can, and asks
+    /// for the page. Without this, the vCPU waits or notifies the guest, and the engine asks.
+    pub exits: bool,
+    /// Whether pages of a source are pushed.
+    pub pushes: bool,
 }
 
 impl Arm {
@@ -36,8 +42,20 @@ impl Arm {
     /// The faulters alone; faults are taken asynchronously.
     pub const FAULTERS_ON: Self = Self::new("faulters_on", &[Kind::Worker], Some(Apf::On));
 
-    const fn new(name: &'static str, paused: &'static [Kind], apf: Option<Apf>) -> Self {
-        Self { name, paused, apf }
+    /// An arm without a page source.
+    pub const fn new(name: &'static str, paused: &'static [Kind], apf: Option<Apf>) -> Self {
+        Self {
+            name,
+            paused,
+            apf,
+            exits: false,
+            pushes: false,
+        }
+    }
+
+    /// The same under another name.
+    pub const fn named(self, name: &'static str) -> Self {
+        Self { name, ..self }
     }
 
     /// Workers beside faulters, in a VM that takes its faults as `apf` says.
@@ -49,6 +67,9 @@ impl Arm {
     }
 }
 
+/// The columns of [`Runs::table`] for two processes.
+pub const PROCESSES: [&str; 2] = ["workers/s", "faulters/s"];
+
 /// The arms of a comparison with a null.
 pub const OFF_NULL_ON: [Arm; 3] = [Arm::OFF, Arm::NULL, Arm::ON];
 
@@ -59,10 +80,29 @@ pub enum Role {
     Workers,
     /// Steps a second of the faulting processes.
     Faulters,
+    /// Pages a second of a source that a vCPU needed.
+    Demanded,
+    /// Pushed pages a second.
+    Pushed,
+    /// The 99th percentile of the stalls, in nanoseconds.
+    P99,
     /// Seconds of a round of a program.
     Time,
     /// The share of these seconds that it waited.
     Waits,
+}
+
+impl Role {
+    /// Its place among the figures of a slice, or of a round of a program.
+    pub const fn place(self) -> usize {
+        match self {
+            Self::Workers | Self::Time => 0,
+            Self::Faulters | Self::Waits => 1,
+            Self::Demanded => 2,
+            Self::Pushed => 3,
+            Self::P99 => 4,
+        }
+    }
 }
 
 /// The rate of `role` in `arm`, over the rate in `base`.
@@ -122,25 +162,21 @@ impl Pace {
     }
 }
 
-/// What was counted in all arms.
-pub struct Runs {
-    roles: [Role; 2],
-    arms: Vec<ArmRuns>,
-}
+/// What was counted in all arms: `M` figures.
+pub struct Runs<const M: usize = 2>(Vec<ArmRuns<M>>);
 
-struct ArmRuns {
+struct ArmRuns<const M: usize> {
     arm: Arm,
-    /// One figure for each round, of each of `roles`.
-    figures: [Vec<f64>; 2],
+    /// One value for each round, of each figure.
+    figures: [Vec<f64>; M],
     stalls: Vec<Stalls>,
 }
 
-/// Lets `arms` take turns, and counts `roles`. `begin` is called before each turn, with the number
+/// Lets `arms` take turns, and counts two figures. `begin` is called before each turn, with the number
 /// of its round; round 0 is not counted. `turn` adds its stalls.
 pub fn turns(
     arms: &[Arm],
     rounds: impl Into<Rounds>,
-    roles: [Role; 2],
     begin: impl Fn(u64),
     mut turn: impl FnMut(Arm, &mut Vec<Stalls>) -> LabResult<[f64; 2]>,
 ) -> LabResult<Runs> {
@@ -151,14 +187,7 @@ pub fn turns(
         begin(number.next().unwrap_or_default());
         turn(arms[index], &mut stalls[index])
     })?;
-    let arms = arms.iter().zip(figures).zip(stalls);
-    let arms = arms.map(|((&arm, figures), stalls)| ArmRuns {
-        arm,
-        figures,
-        stalls,
-    });
-    let arms = arms.collect();
-    Ok(Runs { roles, arms })
+    Ok(Runs::new(arms, figures, stalls))
 }
 
 /// Lets `arms` take turns in one VM, slice by slice, whatever its backend. `begin` is as in
@@ -169,35 +198,59 @@ pub fn take_turns<V: Measured>(
     pace: Pace,
     begin: impl Fn(u64),
 ) -> LabResult<Runs> {
-    let guest = &session.guest;
-    let roles = [Role::Workers, Role::Faulters];
-    turns(arms, pace.rounds, roles, begin, |arm, stalls| {
-        session.set_apf(arm.apf.unwrap_or(session.vm.config().apf));
-        guest.pause(arm.paused)?;
-        guest.run_for(pace.settle)?;
-        let (before, stalls_before) = (guest.count()?, session.vm.stalls());
-        guest.run_for(pace.slice)?;
-        let (after, stalls_after) = (guest.count()?, session.vm.stalls());
-        add_stalls(stalls, &stalls_before, &stalls_after);
-        Ok(after.rates_since(&before))
+    turns(arms, pace.rounds, begin, |arm, stalls| {
+        let (rates, []) = slice(session, arm, pace, stalls, || [])?;
+        Ok(rates)
     })
 }
 
-impl Runs {
-    fn of(&self, arm: Arm) -> &ArmRuns {
-        let found = self.arms.iter().find(|runs| runs.arm == arm);
+/// A slice of `arm`. Returns steps a second of workers and of faulters, and the growth of `others`
+/// a second; adds the stalls.
+pub fn slice<V: Measured, const M: usize>(
+    session: &Session<'_, V>,
+    arm: Arm,
+    pace: Pace,
+    stalls: &mut Vec<Stalls>,
+    others: impl Fn() -> [u64; M],
+) -> LabResult<([f64; 2], [f64; M])> {
+    let guest = &session.guest;
+    session.set_apf(arm.apf.unwrap_or(session.vm.config().apf));
+    guest.pause(arm.paused)?;
+    guest.run_for(pace.settle)?;
+    let (before, stalls_before, others_before) = (guest.count()?, session.vm.stalls(), others());
+    guest.run_for(pace.slice)?;
+    let (after, stalls_after, others_after) = (guest.count()?, session.vm.stalls(), others());
+    add_stalls(stalls, &since(&stalls_before, &stalls_after));
+    let seconds = (after.at - before.at).as_secs_f64();
+    let grown = |of: usize| (others_after[of] - others_before[of]) as f64 / seconds;
+    Ok((after.rates_since(&before), std::array::from_fn(grown)))
+}
+
+impl<const M: usize> Runs<M> {
+    /// The figures and the stalls of each of `arms`.
+    pub fn new(arms: &[Arm], figures: Vec<[Vec<f64>; M]>, stalls: Vec<Vec<Stalls>>) -> Self {
+        let arms = arms.iter().zip(figures).zip(stalls);
+        let arms = arms.map(|((&arm, figures), stalls)| ArmRuns {
+            arm,
+            figures,
+            stalls,
+        });
+        Self(arms.collect())
+    }
+
+    fn of(&self, arm: Arm) -> &ArmRuns<M> {
+        let found = self.0.iter().find(|runs| runs.arm == arm);
         found.expect("asked for an arm that took part")
     }
 
     /// Whether the arms of `gain` took part.
     pub fn has(&self, gain: Gain) -> bool {
-        let has = |arm| self.arms.iter().any(|runs| runs.arm == arm);
+        let has = |arm| self.0.iter().any(|runs| runs.arm == arm);
         has(gain.base) && has(gain.arm)
     }
 
     fn figures(&self, arm: Arm, role: Role) -> &[f64] {
-        let place = self.roles.iter().position(|counted| *counted == role);
-        &self.of(arm).figures[place.expect("it was counted")]
+        &self.of(arm).figures[role.place()]
     }
 
     /// The figures of `role` in `arm`.
@@ -205,15 +258,15 @@ impl Runs {
         Summary::of(self.figures(arm, role))
     }
 
-    /// A gain, paired by round. [`LabError::Busy`]: the processes did no step in a round of the
-    /// base, so there is nothing to compare with.
+    /// A gain, paired by round. [`LabError::Busy`]: in a round of the base the processes did no step,
+    /// or no vCPU waited, so there is nothing to compare with.
     pub fn ratio(&self, gain: Gain) -> LabResult<Summary> {
         let Gain { base, arm, role } = gain;
         let base_rates = self.figures(base, role);
         if base_rates.contains(&0.0) {
             let name = base.name;
             return Err(LabError::Busy(format!(
-                "{role:?} did no step in a whole round of arm `{name}`"
+                "no figure for {role:?} in a whole round of arm `{name}`"
             )));
         }
         Ok(paired(base_rates, self.figures(arm, role)))
@@ -252,31 +305,26 @@ impl Runs {
         value
     }
 
-    /// The arms as a table for people.
-    pub fn table(&self, title: &str) -> String {
-        let header = [title, "workers/s", "faulters/s", STALLS];
-        let mut rows = vec![header.map(str::to_owned)];
-        rows.extend(self.arms.iter().map(|runs| {
-            let [workers, faulters] = runs
-                .figures
-                .each_ref()
-                .map(|rates| Summary::of(rates).median);
-            [
-                format!("  {}", runs.arm.name),
-                short(workers),
-                short(faulters),
-                stalls_text(&runs.stalls),
-            ]
+    /// The arms as a table for people, with columns for the first figures.
+    pub fn table(&self, title: &str, columns: &[&str]) -> String {
+        let header = [&[title], columns, &[STALLS]].concat();
+        let mut rows = vec![header.into_iter().map(str::to_owned).collect::<Vec<_>>()];
+        rows.extend(self.0.iter().map(|runs| {
+            let mut row = vec![format!("  {}", runs.arm.name)];
+            let figures = runs.figures.iter().take(columns.len());
+            row.extend(figures.map(|figures| short(Summary::of(figures).median)));
+            row.push(stalls_text(&runs.stalls));
+            row
         }));
         align(&rows)
     }
 
     /// The arms' stalls for people, a line for each.
     pub fn stalls_table(&self) -> String {
-        let line = |runs: &ArmRuns| {
+        let line = |runs: &ArmRuns<M>| {
             let stalls = stalls_text(&runs.stalls);
             format!("  {:<4}  {stalls}\n", runs.arm.name)
         };
-        self.arms.iter().map(line).collect()
+        self.0.iter().map(line).collect()
     }
 }
