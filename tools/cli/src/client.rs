@@ -5,7 +5,7 @@ use crate::exit::{Exit, no_answer};
 use crate::output::{check_target, write_result};
 use crate::run::Refusal;
 use lacuna_control::{AskError, Client};
-use lacuna_lab::result::SCHEMA;
+use lacuna_lab::result::{SCHEMA, command_line, to_json};
 use serde::Serialize;
 use std::path::Path;
 
@@ -40,12 +40,11 @@ pub(crate) fn report(
 ) -> Result<Exit, Refusal> {
     let report = Report {
         schema: SCHEMA,
-        command: std::env::args().collect::<Vec<_>>().join(" "),
+        command: command_line(),
         outcome: outcome.into(),
         exit_code: 0,
         result,
     };
-    let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
-    write_result(output, text, &(json + "\n"))?;
+    write_result(output, text, &to_json(&report))?;
     Ok(Exit::Done)
 }

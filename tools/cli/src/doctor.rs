@@ -10,7 +10,7 @@ use std::fmt::Write;
 use std::path::Path;
 
 use lacuna_lab::host_info::HostInfo;
-use lacuna_lab::result::SCHEMA;
+use lacuna_lab::result::{SCHEMA, to_json};
 use serde::Serialize;
 
 /// How well the host does at one thing.
@@ -131,9 +131,7 @@ impl Diagnosis {
     /// # Panics
     /// Never: every field has a JSON form.
     pub fn to_json(&self) -> String {
-        let mut text = serde_json::to_string_pretty(self).expect("a diagnosis has a JSON form");
-        text.push('\n');
-        text
+        to_json(self)
     }
 }
 

@@ -3,17 +3,18 @@
 use crate::args::{Chosen, Experiment, LabArgs, Output, Parts, arch_of, temp_dir};
 use crate::exit::Exit;
 use crate::output::{check_target, complain, write_result_until_signal};
+use crate::run::{Refusal, catch_signals, exit_of};
 use crate::signals::Signals;
 use lacuna::Arch;
 use lacuna_lab::experiment::{LabError, Options};
 use lacuna_lab::first_look::FirstLook;
 use lacuna_lab::report::{Verbosity, table};
-use lacuna_lab::result::Report;
+use lacuna_lab::result::{Report, command_line};
 use lacuna_lab::{apf, base, interrupt, letters, migrate, paging, pml, postcopy, restore, thp};
 
 /// Measures what `args` choose and prints the results.
 pub fn lab(args: &LabArgs) -> Exit {
-    let command = std::env::args().collect::<Vec<_>>().join(" ");
+    let command = command_line();
     reported(&args.output, |signals| match args.chosen() {
         Chosen::FirstLook => first_look(args, command, signals),
         Chosen::Parts(parts) => experiments(args, &parts, command, signals),
@@ -22,25 +23,14 @@ pub fn lab(args: &LabArgs) -> Exit {
 
 /// Prints what `measure` returns. A signal ends it early.
 pub(crate) fn reported(output: &Output, measure: impl FnOnce(&Signals) -> Results) -> Exit {
-    let signals = match Signals::catch(&interrupt::flag()) {
-        Ok(signals) => signals,
-        Err(error) => {
-            complain(&format!("cannot catch signals: {error}"));
-            return Exit::Host;
-        }
+    let report = || -> Result<Exit, Refusal> {
+        let signals = catch_signals(&interrupt::flag())?;
+        check_target(output)?;
+        let (exit, text, json) = measure(&signals);
+        write_result_until_signal(output, &text, &json, &signals)?;
+        Ok(exit)
     };
-    if let Err(error) = check_target(output) {
-        complain(&error.to_string());
-        return Exit::Host;
-    }
-    let (exit, text, json) = measure(&signals);
-    match write_result_until_signal(output, &text, &json, &signals) {
-        Ok(()) => exit,
-        Err(error) => {
-            complain(&error.to_string());
-            Exit::Host
-        }
-    }
+    exit_of(report())
 }
 
 /// The exit code, the text, and the JSON.

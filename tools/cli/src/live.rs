@@ -74,12 +74,7 @@ impl Live {
             self.threads
                 .push(self.screen.insert(self.threads.len(), bar));
         }
-        let width = now
-            .threads
-            .iter()
-            .map(|thread| thread.name.len())
-            .max()
-            .unwrap_or(0);
+        let width = name_width(now);
         let columns = (self.columns)();
         for (bar, thread) in self.threads.iter().zip(&now.threads) {
             show_thread(bar, thread, width, columns);
@@ -141,6 +136,12 @@ pub fn fit(text: &str, columns: usize) -> String {
         }
     }
     lines
+}
+
+/// The width of the longest name of a thread.
+fn name_width(now: &RunSample) -> usize {
+    let names = now.threads.iter().map(|thread| thread.name.len());
+    names.max().unwrap_or(0)
 }
 
 /// Shows a thread whose name has `width` columns with the blanks behind it.
@@ -215,13 +216,7 @@ fn pages_line(pages: &Pages) -> String {
 /// The summary of a run, for stdout.
 pub fn summary(last: &RunSample) -> String {
     let mut text = String::new();
-    let name = last
-        .threads
-        .iter()
-        .map(|thread| thread.name.len())
-        .max()
-        .unwrap_or(0)
-        .max(6);
+    let name = name_width(last).max(6);
     let _ = writeln!(
         text,
         "{:<name$}  {:<8}{:>14}{:>12}",

@@ -13,7 +13,7 @@ use lacuna_cli::exit::Exit;
 use lacuna_cli::lab::lab;
 use lacuna_cli::migrate::migrate;
 use lacuna_cli::output::{complain, print, print_json};
-use lacuna_cli::run::run;
+use lacuna_cli::run::{exit_of, run};
 use lacuna_cli::serve::serve;
 use lacuna_cli::snapshot::snapshot;
 use lacuna_cli::test::test;
@@ -120,11 +120,5 @@ fn doctor(args: &DoctorArgs) -> Exit {
     } else {
         print(&diagnosis.to_text())
     };
-    match printed {
-        Ok(()) => Exit::Done,
-        Err(error) => {
-            complain(&error.to_string());
-            Exit::Host
-        }
-    }
+    exit_of(printed.map(|()| Exit::Done).map_err(Into::into))
 }

@@ -17,9 +17,9 @@ use crate::exit::{self, Exit};
 use crate::image::{check_limits, load};
 use crate::metrics::MetricsSocket;
 use crate::observe::{Observer, Watched};
-use crate::output::{check_target, complain};
+use crate::output::{check_target, complain, write_result_until_signal};
 use crate::pages::{self, GuestPages, Here, SourceError};
-use crate::sample::{Before, Restored};
+use crate::sample::{Before, Restored, RunReport};
 use crate::signals::Signals;
 use lacuna::memory::{LatencySetting, LinuxBacking, Swap};
 use lacuna::migrate::session::{Arrival, Migrated};
@@ -29,9 +29,12 @@ use lacuna::{
     Arch, Builder, CpuModel, Ending, Image, Nanos, PageCount, PlatformDevices, VcpuError, Vm,
 };
 use lacuna_control::ControlSocket;
-use report::{Finished, at_first, finish};
+use lacuna_lab::host_info::HostInfo;
+use lacuna_lab::result::{SCHEMA, command_line, to_json};
+use report::{at_first, in_words, options};
 use screen::Screen;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use threads::{Ended, Watch, refusal};
 
 /// Why a command ends before its work begins: the exit code, and the text for the user.
@@ -101,7 +104,7 @@ fn begin(args: &RunArgs) -> Result<Exit, Refusal> {
         return incoming::wait_and_run(args, at);
     }
     let usage = |error: &dyn ToString| (Exit::Usage, error.to_string());
-    let signals = catch_signals()?;
+    let signals = catch_signals(&Arc::default())?;
     check_limits(args).map_err(|error| usage(&error))?;
     check_target(&args.on.output)?;
     let file = load(args).map_err(|error| (error.kind().into(), error.to_string()))?;
@@ -111,12 +114,12 @@ fn begin(args: &RunArgs) -> Result<Exit, Refusal> {
     run_from(args, Start::Image(&image), &signals)
 }
 
-/// Catches SIGHUP, SIGINT and SIGTERM.
+/// Catches SIGHUP, SIGINT and SIGTERM, as [`Signals::catch`].
 ///
 /// # Errors
 /// The kernel refuses it.
-pub fn catch_signals() -> Result<Signals, Refusal> {
-    let signals = Signals::catch(&Arc::default());
+pub fn catch_signals(stop: &Arc<AtomicBool>) -> Result<Signals, Refusal> {
+    let signals = Signals::catch(stop);
     signals.map_err(|error| (Exit::Host, format!("cannot catch signals: {error}")))
 }
 
@@ -304,25 +307,43 @@ impl Job<'_> {
             before.received = Some(incoming::received(arrival.handle()));
         }
         let migrated = self.control.and_then(|socket| socket.moved().cloned());
+        let (exit, outcome) = self.outcome(&end.end.ending, &before, migrated.as_ref());
+        let report = RunReport {
+            schema: SCHEMA,
+            host: HostInfo::detect(),
+            command: command_line(),
+            options: options(args, builder, self.start),
+            outcome,
+            exit_code: exit.code(),
+            trace_hash: end.trace_hash.map(|hash| format!("{hash:016x}")),
+            restored: before.restored,
+            received: before.received,
+            migrated,
+            profile: end.profile.map(|samples| samples.rows(args)),
+            last: observer.last(&end.end, end.status.as_deref()),
+        };
+        let json = to_json(&report);
+        write_result_until_signal(&args.on.output, &in_words(&report), &json, signals)?;
+        Ok(exit)
+    }
+
+    /// The exit code, and the outcome in words.
+    fn outcome(
+        &self,
+        ending: &Ending,
+        before: &Before,
+        moved: Option<&Migrated>,
+    ) -> (Exit, String) {
         let asked = Asked {
-            signal: signals.caught(),
+            signal: self.signals.caught(),
             stopped: self.control.is_some_and(ControlSocket::has_stopped),
-            moved: migrated.as_ref().map(Migrated::outcome),
+            moved: moved.map(Migrated::outcome),
         };
         let record_failed = before.restored.as_ref().and_then(Restored::record_error);
-        let verdict = match (verdict(&end.end.ending, &asked), record_failed) {
+        match (verdict(ending, &asked), record_failed) {
             ((Exit::Done, _), Some(error)) => (Exit::Host, error.to_owned()),
             (verdict, _) => verdict,
-        };
-        let run = Finished {
-            last: observer.last(&end.end, end.status.as_deref()),
-            verdict,
-            trace_hash: end.trace_hash,
-            profile: end.profile.map(|samples| samples.rows(args)),
-            before,
-            migrated,
-        };
-        finish(args, builder, self.start, signals, run)
+        }
     }
 
     /// Calls `end`, unless a guest that was handed over needs pages of this process. Returns

@@ -8,7 +8,6 @@ use lacuna::migrate::session::{Migrated, MissingRange};
 use lacuna::migrate::stream::Mode;
 use lacuna_control::Pages;
 use lacuna_lab::host_info::HostInfo;
-use lacuna_lab::result::SCHEMA;
 use serde::Serialize;
 
 /// The counters of a run at one moment. All counts are since its start.
@@ -160,7 +159,7 @@ pub struct Stalls {
 /// How a run ended, as `lacuna run --json` writes it.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct RunReport {
-    /// Version of the form ([`SCHEMA`]).
+    /// Version of the form ([`SCHEMA`](lacuna_lab::result::SCHEMA)).
     pub schema: u32,
     /// Where it ran.
     pub host: HostInfo,
@@ -317,26 +316,6 @@ pub struct RunOptions {
     pub seed: Option<u64>,
     /// The guest's command line.
     pub append: String,
-}
-
-impl RunReport {
-    /// A report of a run on this machine.
-    pub fn new(options: RunOptions, last: RunSample) -> Self {
-        Self {
-            schema: SCHEMA,
-            host: HostInfo::detect(),
-            command: std::env::args().collect::<Vec<_>>().join(" "),
-            options,
-            outcome: "done".into(),
-            exit_code: 0,
-            trace_hash: None,
-            restored: None,
-            received: None,
-            migrated: None,
-            profile: None,
-            last,
-        }
-    }
 }
 
 fn seconds<S: serde::Serializer>(elapsed: &Duration, to: S) -> Result<S::Ok, S::Error> {

@@ -11,6 +11,7 @@ use lacuna::migrate::transport::PrivateSocket;
 use lacuna::source::{Injected, Measured, PageSource, Policy, Server, SourceStats, serve as start};
 use lacuna::{PAGE_SIZE, PageCount};
 use lacuna_lab::report::{short, time};
+use lacuna_lab::result::{command_line, to_json};
 use serde::Serialize;
 use std::io;
 use std::sync::Arc;
@@ -44,7 +45,7 @@ pub fn serve(args: &ServeArgs) -> Exit {
 
 fn serve_until_signal(args: &ServeArgs) -> Result<Exit, Refusal> {
     let host = |error: &dyn ToString| (Exit::Host, error.to_string());
-    let signals = catch_signals()?;
+    let signals = catch_signals(&Arc::default())?;
     check_target(&args.output)?;
     let bytes = args.memory.0;
     if bytes == 0 || !bytes.is_multiple_of(PAGE_SIZE as u64) {
@@ -85,7 +86,7 @@ fn serve_until_signal(args: &ServeArgs) -> Result<Exit, Refusal> {
     let (stats, exit) = (source.stats(), Exit::Interrupted(signal));
     let text = line(args, &server, &stats, began.elapsed());
     let report = ServeReport {
-        command: std::env::args().collect::<Vec<_>>().join(" "),
+        command: command_line(),
         source: args.source.to_string(),
         memory_bytes: args.memory.0,
         outcome: format!("ended by {signal}"),
@@ -98,8 +99,8 @@ fn serve_until_signal(args: &ServeArgs) -> Result<Exit, Refusal> {
         p50_ns: stats.p50.as_nanos(),
         p99_ns: stats.p99.as_nanos(),
     };
-    let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
-    write_result_until_signal(&args.output, &(text + "\n"), &(json + "\n"), &signals)?;
+    let json = to_json(&report);
+    write_result_until_signal(&args.output, &(text + "\n"), &json, &signals)?;
     Ok(exit)
 }
 

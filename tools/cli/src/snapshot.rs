@@ -85,7 +85,7 @@ pub(crate) fn absolute(folder: &Path) -> Result<PathBuf, Refusal> {
 }
 
 fn restore(args: &RestoreArgs) -> Result<Exit, Refusal> {
-    let signals = catch_signals()?;
+    let signals = catch_signals(&Arc::default())?;
     check_target(&args.on.output)?;
     let interrupt = signals.flag();
     let interrupt = interrupt.map_err(|error| (Exit::Host, error.to_string()))?;

@@ -3,12 +3,12 @@
 use crate::args::{DemandPagingArgs, Output, TestArgs, TestCommand, Tool};
 use crate::exit::Exit;
 use crate::lab::{reported, settled, verbosity};
-use crate::output::complain;
+use crate::run::exit_of;
 use lacuna_lab::demand_paging::lockstep;
 use lacuna_lab::experiment::LabError;
 use lacuna_lab::host_info::HostInfo;
 use lacuna_lab::report::{Progress, Verbosity};
-use lacuna_lab::result::SCHEMA;
+use lacuna_lab::result::{SCHEMA, command_line, to_json};
 use serde::Serialize;
 use std::fmt::Display;
 use std::io;
@@ -30,13 +30,8 @@ fn demand_paging(args: &DemandPagingArgs) -> Exit {
     let options = &args.options;
     if args.lockstep && options.check().is_ok() {
         let served = lockstep::serve(options, io::stdin().lock(), io::stdout().lock());
-        return served.map_or_else(
-            |error| {
-                complain(&error.to_string());
-                Exit::from(&error)
-            },
-            |()| Exit::Done,
-        );
+        let failed = |error: LabError| (Exit::from(&error), error.to_string());
+        return exit_of(served.map(|()| Exit::Done).map_err(failed));
     }
     measured(&args.output, options.check(), |verbosity| {
         options.run(&Progress::new(2, verbosity))
@@ -50,8 +45,7 @@ fn measured<T: Serialize + Display>(
     test: impl FnOnce(Verbosity) -> Result<T, LabError>,
 ) -> Exit {
     if let Err(why) = checked {
-        complain(&why.to_string());
-        return Exit::Usage;
+        return exit_of(Err((Exit::Usage, why.to_string())));
     }
     reported(output, |signals| {
         let (outcome, done) = match test(verbosity(output)) {
@@ -63,12 +57,11 @@ fn measured<T: Serialize + Display>(
         let result = Tested {
             schema: SCHEMA,
             host: HostInfo::detect(),
-            command: std::env::args().collect::<Vec<_>>().join(" "),
+            command: command_line(),
             ended_early,
             outcome,
         };
-        let json = serde_json::to_string_pretty(&result).expect("a result has a JSON form");
-        (exit, text, json + "\n")
+        (exit, text, to_json(&result))
     })
 }
 

@@ -122,10 +122,21 @@ impl Report {
     /// # Panics
     /// Never, because every field has a JSON form. An infinite or undefined figure becomes `null`.
     pub fn to_json(&self) -> String {
-        let mut text = serde_json::to_string_pretty(self).expect("a report has a JSON form");
-        text.push('\n');
-        text
+        to_json(self)
     }
+}
+
+/// The JSON form of a result, indented, with a newline at the end.
+///
+/// # Panics
+/// If a field has no JSON form.
+pub fn to_json(result: &impl Serialize) -> String {
+    serde_json::to_string_pretty(result).expect("every field has a JSON form") + "\n"
+}
+
+/// This command, for results.
+pub fn command_line() -> String {
+    std::env::args().collect::<Vec<_>>().join(" ")
 }
 
 /// A result that could not be measured here.

@@ -1,5 +1,5 @@
-//! The arms of an experiment, the slices of time in which they take turns in one guest, and what was
-//! counted in them.
+//! The arms of an experiment, the slices of time in which they take turns in one guest, and what
+//! was counted in them.
 
 use crate::experiment::{LabError, LabResult};
 use crate::report::{align, short};
@@ -172,8 +172,8 @@ struct ArmRuns<const M: usize> {
     stalls: Vec<Stalls>,
 }
 
-/// Lets `arms` take turns, and counts two figures. `begin` is called before each turn, with the number
-/// of its round; round 0 is not counted. `turn` adds its stalls.
+/// Lets `arms` take turns, and counts two figures. `begin` is called before each turn, with the
+/// number of its round; round 0 is not counted. `turn` adds its stalls.
 pub fn turns(
     arms: &[Arm],
     rounds: impl Into<Rounds>,
@@ -258,8 +258,8 @@ impl<const M: usize> Runs<M> {
         Summary::of(self.figures(arm, role))
     }
 
-    /// A gain, paired by round. [`LabError::Busy`]: in a round of the base the processes did no step,
-    /// or no vCPU waited, so there is nothing to compare with.
+    /// A gain, paired by round. [`LabError::Busy`]: in a round of the base the processes did no
+    /// step, or no vCPU waited, so there is nothing to compare with.
     pub fn ratio(&self, gain: Gain) -> LabResult<Summary> {
         let Gain { base, arm, role } = gain;
         let base_rates = self.figures(base, role);

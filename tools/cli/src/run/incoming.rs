@@ -5,7 +5,7 @@
 //! ends the command, or with `--wait-again` the attempt, and the source gets the reason.
 
 use super::threads::{EndServing, failed};
-use super::{Job, Refusal, Sockets, Start, run_with};
+use super::{Job, Refusal, Sockets, Start, catch_signals, run_with};
 use crate::args::{MODES, RunArgs};
 use crate::exit::{Exit, transport_refusal};
 use crate::output::{check_target, complain, visible};
@@ -60,9 +60,7 @@ fn check(machine: &MachineConfig) -> Result<(), Refusal> {
 /// Waits for a guest at `at`, and runs it as `args` say.
 pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal> {
     let cut: Arc<AtomicBool> = Arc::default();
-    let signals = Signals::catch(&cut);
-    let signals =
-        signals.map_err(|error| (Exit::Host, format!("cannot catch signals: {error}")))?;
+    let signals = catch_signals(&cut)?;
     check_target(&args.on.output)?;
     let sockets = Sockets::open(args)?;
     let files = args.tls.files(at).map_err(|text| (Exit::Usage, text))?;

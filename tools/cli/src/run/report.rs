@@ -1,16 +1,14 @@
 //! The report of a run: the sample before it, and its result.
 
-use super::{Refusal, Start, profile};
+use super::{Start, profile};
 use crate::args::{MODES, RunArgs, SwapSpec, THP};
 use crate::exit::Exit;
 use crate::live::summary;
-use crate::output::write_result_until_signal;
 use crate::pages::GuestPages;
-use crate::sample::{Before, ProfileRow, Received, RunOptions, RunReport, RunSample};
-use crate::signals::{Signal, Signals};
+use crate::sample::{Received, RunOptions, RunReport, RunSample};
+use crate::signals::Signal;
 use crate::size::Size;
 use lacuna::memory::{HugePages, MemoryKind};
-use lacuna::migrate::session::Migrated;
 use lacuna::{Apf, Builder, Ending, Vm as _};
 use lacuna_control::{PageCounts as _, missing_in_words};
 use lacuna_lab::options::{KINDS, name_of};
@@ -40,40 +38,13 @@ fn limit(args: &RunArgs) -> Size {
     }
 }
 
-/// A finished run.
-pub(super) struct Finished {
-    /// The hash of a seeded run.
-    pub trace_hash: Option<u64>,
-    /// Where its vCPUs were, with `--profile`.
-    pub profile: Option<Vec<ProfileRow>>,
-    /// The counters at its end.
-    pub last: RunSample,
-    /// The preparation before it.
-    pub before: Before,
-    /// How the guest has moved elsewhere.
-    pub migrated: Option<Migrated>,
-    /// The exit code and its reason.
-    pub verdict: (Exit, String),
-}
-
-/// Prints the result.
-pub(super) fn finish<B: Builder>(
-    args: &RunArgs,
-    builder: &B,
-    start: Start<'_>,
-    signals: &Signals,
-    run: Finished,
-) -> Result<Exit, Refusal> {
-    let (exit, text) = run.verdict;
-    let mut report = RunReport::new(options(args, builder, start), run.last);
-    report.exit_code = exit.code();
-    report.trace_hash = run.trace_hash.map(|hash| format!("{hash:016x}"));
+/// The result for people.
+pub(super) fn in_words(report: &RunReport) -> String {
     let mut words = summary(&report.last);
     if let Some(hash) = &report.trace_hash {
         words.push_str(&format!("trace     {hash}\n"));
     }
-    let Before { restored, received } = run.before;
-    if let Some(restored) = &restored {
+    if let Some(restored) = &report.restored {
         words.push_str(&format!(
             "restored  {} pages from {} in {:.1} s{}\n",
             restored.pages,
@@ -85,23 +56,17 @@ pub(super) fn finish<B: Builder>(
             words.push_str(&lazy.text());
         }
     }
-    if let Some(received) = &received {
+    if let Some(received) = &report.received {
         words.push_str(&received_in_words(received));
     }
-    if let Some(migrated) = &run.migrated {
+    if let Some(migrated) = &report.migrated {
         words.push_str(&crate::migrate::summary(migrated));
     }
-    if let Some(rows) = &run.profile {
+    if let Some(rows) = &report.profile {
         words.push_str(&profile::text(rows));
     }
-    report.profile = run.profile;
-    words.push_str(&format!("outcome   {text}\n"));
-    (report.restored, report.received) = (restored, received);
-    report.migrated = run.migrated;
-    report.outcome = text;
-    let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
-    write_result_until_signal(&args.on.output, &words, &(json + "\n"), signals)?;
-    Ok(exit)
+    words.push_str(&format!("outcome   {}\n", report.outcome));
+    words
 }
 
 fn received_in_words(received: &Received) -> String {
@@ -174,7 +139,8 @@ pub fn verdict(ending: &Ending, asked: &Asked) -> (Exit, String) {
     }
 }
 
-fn options<B: Builder>(args: &RunArgs, builder: &B, start: Start<'_>) -> RunOptions {
+/// The options, defaults included.
+pub(super) fn options<B: Builder>(args: &RunArgs, builder: &B, start: Start<'_>) -> RunOptions {
     let soft = B::Vm::BACKEND == lacuna::Backend::Soft;
     let swap = args.on.swap.as_ref().map(ToString::to_string);
     RunOptions {
