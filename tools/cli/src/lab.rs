@@ -122,10 +122,7 @@ pub(crate) const fn verbosity(output: &Output) -> Verbosity {
 }
 
 fn options(args: &LabArgs) -> Result<Options, LabError> {
-    let lacuna = std::env::current_exe().map_err(|source| LabError::Io {
-        what: "find this program".into(),
-        source,
-    })?;
+    let lacuna = std::env::current_exe().map_err(LabError::io("find this program"))?;
     Ok(Options {
         quick: args.quick,
         scale: args.scale.unwrap_or(1),

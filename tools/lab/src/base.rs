@@ -19,7 +19,7 @@ mod fault;
 mod memory;
 mod micro;
 
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabResult, Options};
 use crate::report::Progress;
 use crate::result::Report;
 
@@ -31,7 +31,7 @@ pub use micro::{Fixture, Touch, touch_together};
 ///
 /// # Errors
 /// The error of the first failed experiment. Results that need QEMU are skipped without it.
-pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
+pub fn run(options: &Options, report: &mut Report) -> LabResult {
     let progress = Progress::new(8, options.verbosity);
     if options.wants("memory") {
         progress.step("memory overhead: bm, 2 GiB in 512 MiB")?;

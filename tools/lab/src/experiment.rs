@@ -52,7 +52,7 @@ impl LabError {
     }
 
     /// [`LabError::Io`] for an attempt to do `what`.
-    pub(crate) fn io<E: Into<io::Error>>(what: impl Into<String>) -> impl Fn(E) -> Self {
+    pub fn io<E: Into<io::Error>>(what: impl Into<String>) -> impl Fn(E) -> Self {
         let what = what.into();
         move |source| Self::Io {
             what: what.clone(),

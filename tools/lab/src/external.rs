@@ -73,6 +73,24 @@ fn count(fields: &str, name: &str) -> Option<u64> {
     value?.parse().ok()
 }
 
+/// System QEMU.
+pub(crate) const QEMU: &str = "qemu-system-x86_64";
+
+/// QEMU for a guest of ours with `memory_mib` MiB.
+///
+/// # Errors
+/// [`ExternalError::Unavailable`] when QEMU is not installed.
+pub(crate) fn qemu(memory_mib: u64) -> Result<Command, ExternalError> {
+    const WORDS: &str = "-nodefaults -no-user-config -no-reboot -M q35 -display none -serial stdio \
+                         -device isa-debug-exit,iobase=0xf4,iosize=4";
+    let program =
+        find(QEMU).ok_or_else(|| ExternalError::Unavailable(format!("{QEMU} is not installed")))?;
+    let mut command = Command::new(program);
+    command.args(WORDS.split(' '));
+    command.args(["-m", &format!("{memory_mib}M")]);
+    Ok(command)
+}
+
 /// Runs the PVH image `elf` in system QEMU without KVM (TCG), on one processor with `memory_mib`
 /// MiB, for at most `limit`. Returns its work.
 ///
@@ -81,20 +99,12 @@ fn count(fields: &str, name: &str) -> Option<u64> {
 pub fn qemu_tcg(
     elf: &Path,
     append: &str,
-    memory_mib: u32,
+    memory_mib: u64,
     limit: Duration,
 ) -> Result<Timed, ExternalError> {
-    const PROGRAM: &str = "qemu-system-x86_64";
-    const WORDS: &str = "-nodefaults -no-user-config -accel tcg -M q35 -cpu max -display none \
-                         -serial stdio -no-reboot -device isa-debug-exit,iobase=0xf4,iosize=4";
-    let program = find(PROGRAM)
-        .ok_or_else(|| ExternalError::Unavailable(format!("{PROGRAM} is not installed")))?;
-    let mut command = Command::new(program);
-    command
-        .args(WORDS.split(' '))
-        .args(["-m", &format!("{memory_mib}M"), "-append", append])
-        .arg("-kernel")
-        .arg(elf);
+    let mut command = qemu(memory_mib)?;
+    command.args(["-accel", "tcg", "-cpu", "max", "-append", append]);
+    command.arg("-kernel").arg(elf);
     run(command, limit)
 }
 

@@ -8,7 +8,7 @@
 //! | [`crate::sweeps`] | vCPUs that access all pages, again and again | tests of the logs |
 //! | [`boot_code`] | a VM that runs some bytes of machine code | one path, without a guest kernel |
 
-use crate::experiment::LabError;
+use crate::experiment::{LabError, LabResult};
 use crate::native::thread_cpu_ns;
 use crate::result::Measurement;
 use lacuna::boot::Segment;
@@ -68,7 +68,7 @@ pub fn boot(
     delivery: Delivery,
     image: &Image<'_>,
     command_line: &str,
-) -> Result<(Arc<Vm>, Vec<Vcpu>), LabError> {
+) -> LabResult<(Arc<Vm>, Vec<Vcpu>)> {
     let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
     let config = VmConfig {
         memory: builder.memory,
@@ -110,7 +110,7 @@ pub fn boot_code(
     builder: &VmBuilder,
     delivery: Delivery,
     pieces: &[(u64, &[u8])],
-) -> Result<(Arc<Vm>, Vec<Vcpu>), LabError> {
+) -> LabResult<(Arc<Vm>, Vec<Vcpu>)> {
     boot(builder, delivery, &code(pieces), "")
 }
 
@@ -118,7 +118,7 @@ pub fn boot_code(
 ///
 /// # Errors
 /// The guest left for another reason.
-pub fn run_to_port(vcpu: &mut impl lacuna::Vcpu) -> Result<(), LabError> {
+pub fn run_to_port(vcpu: &mut impl lacuna::Vcpu) -> LabResult {
     match vcpu.run() {
         Ok(Exit::IoOut { .. }) => Ok(()),
         other => Err(LabError::Guest(format!("the guest left with {other:?}"))),
@@ -126,7 +126,7 @@ pub fn run_to_port(vcpu: &mut impl lacuna::Vcpu) -> Result<(), LabError> {
 }
 
 /// As [`run_to_port`]. Returns nanoseconds of the thread's CPU time.
-pub fn time_to_port(vcpu: &mut impl lacuna::Vcpu) -> Result<u64, LabError> {
+pub fn time_to_port(vcpu: &mut impl lacuna::Vcpu) -> LabResult<u64> {
     let start = thread_cpu_ns();
     run_to_port(vcpu)?;
     Ok(thread_cpu_ns() - start)

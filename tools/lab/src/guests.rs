@@ -3,7 +3,7 @@
 
 use crate::experiment::{LabError, LabResult, Options};
 use crate::fixture::resident;
-use crate::session::{Guest, LastWords, image};
+use crate::session::{Guest, LastWords, Session, image, on};
 use lacuna::soft::VmBuilder;
 use lacuna::source::PageSource;
 use lacuna::{Apf, Arch, Builder, Machine, PageCount, PlatformDevices, Running, Vm};
@@ -137,17 +137,13 @@ pub fn beside<B: GuestBuilder, T>(
     builder: &B,
     guest: &str,
     words: &str,
-    work: impl FnOnce(&Running<B::Vm>) -> LabResult<T>,
+    work: impl FnOnce(&Session<'_, B::Vm>) -> LabResult<T>,
 ) -> LabResult<T> {
-    let last = LastWords::default();
-    let devices = PlatformDevices::of(builder.arch(), last.console());
-    let started = builder
-        .with(words)
-        .start(&image(builder.arch(), guest)?, devices);
-    let guest = started.map_err(Into::into)?;
-    let done = wait_at_gate(&guest).and_then(|()| work(&guest));
-    guest.stop();
-    last.settle(Some(done), &guest.wait().ending)
+    let image = image(builder.arch(), guest)?;
+    on(&builder.with(words), &image, |session| {
+        wait_at_gate(session)?;
+        work(session)
+    })
 }
 
 /// The guest, once it has a status page.
@@ -157,15 +153,14 @@ pub fn attached<V: Vm>(running: &Running<V>) -> LabResult<Guest<'_>> {
 }
 
 /// Waits until all processes of the guest wait at its gate.
-fn wait_at_gate(running: &Running<impl Vm>) -> LabResult {
-    let guest = Guest::wait_for(&**running.vm(), running.devices())?;
-    guest.run_until(PREPARE, |status| {
+fn wait_at_gate(session: &Session<'_, impl Vm>) -> LabResult {
+    session.guest.run_until(PREPARE, |status| {
         let [main, members @ ..] = &*status.threads else {
             return None;
         };
         // `verify`: each thread has made one of its two passes. `zipf`: the first entry says so.
         let half = |thread: &Thread| thread.goal.is_some_and(|goal| 2 * thread.counter >= goal);
-        let all = members.len() == running.vm().config().vcpus && members.iter().all(half);
+        let all = members.len() == session.vm.config().vcpus && members.iter().all(half);
         (main.counter > 0 || all).then_some(())
     })
 }

@@ -3,7 +3,7 @@
 //! A signal is for the whole process, so there is one flag. Experiments check it at every step of
 //! their progress and whenever they let a guest run. What they have measured stays in the report.
 
-use crate::experiment::LabError;
+use crate::experiment::{LabError, LabResult};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock};
 
@@ -18,7 +18,7 @@ pub fn flag() -> Arc<AtomicBool> {
 ///
 /// # Errors
 /// [`LabError::Interrupted`].
-pub fn check() -> Result<(), LabError> {
+pub fn check() -> LabResult {
     if REQUESTED.load(Ordering::Relaxed) {
         return Err(LabError::Interrupted);
     }

@@ -135,12 +135,12 @@ fn rate<B: GuestBuilder>(
     report: &mut Report,
 ) -> LabResult {
     let bytes = (memory << 20) as f64;
-    let runs = beside(builder, "paced", FULL, |guest| {
+    let runs = beside(builder, "paced", FULL, |session| {
         measures(3, rounds, |arm| match arm {
             0 | 1 => Ok([bytes / plain::copy(memory << 20)?, 0.0]),
             _ => {
                 let way = (Mode::PreCopy, Route::tcp()?);
-                let (moved, ()) = move_guest(builder, guest, way, |_| Ok(()))?;
+                let (moved, ()) = move_guest(builder, session.running, way, |_| Ok(()))?;
                 let rate = moved.pages as f64 * 4096.0 / moved.total;
                 Ok([rate, moved.made / moved.total])
             }

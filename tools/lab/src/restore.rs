@@ -169,12 +169,7 @@ fn replay<B: GuestBuilder>(
         Ok([asked(&took), took.begins])
     })?;
     let [lazy, null, replay, demand] = [0, 1, 2, 3].map(|arm| &runs[arm][0]);
-    let saved = |kept: Summary| Summary {
-        median: 100.0 * (1.0 - kept.median),
-        low: 100.0 * (1.0 - kept.high),
-        high: 100.0 * (1.0 - kept.low),
-        ..kept
-    };
+    let saved = |kept: Summary| kept.map(|kept| 100.0 * (1.0 - kept));
     let id = format!("{prefix}.replay_saved");
     let found = Measurement::new(id, "%", Better::Higher, saved(paired(lazy, replay)))
         .bar(80.0)

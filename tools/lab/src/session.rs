@@ -9,14 +9,14 @@ use crate::experiment::{LabError, LabResult};
 use crate::interrupt;
 use crate::options::guests;
 use lacuna::soft::Stalls;
-use lacuna::{Apf, Arch, Builder, Ending, Gpa, GuestMemory, Image, PlatformDevices, Vm};
+use lacuna::{Apf, Arch, Builder, Ending, Gpa, GuestMemory, Image, PlatformDevices, Running, Vm};
 use lacuna_guest::status::{Kind, PAGE_BYTES, PAUSED_AT, SETTING_AT, Status};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// How often [`Guest::run_until`] reads the status page.
 const LOOK: Duration = Duration::from_micros(200);
-/// How often [`Guest::wait_for`] looks for a status page.
+/// How often [`Guest::wait_for`] looks for a status page, and [`Guest::steps_with`] counts.
 const ATTACH: Duration = Duration::from_millis(1);
 /// The longest time that a guest may take for its preparations.
 const PREPARE: Duration = Duration::from_secs(120);
@@ -163,6 +163,16 @@ impl<'a> Guest<'a> {
         Ok(u64::from_le_bytes(bytes))
     }
 
+    /// Lets the workload take `steps` steps with a setting; afterwards it has none.
+    pub fn steps_with(&self, setting: u32, steps: u64) -> LabResult {
+        self.set(setting)?;
+        let enough = self.count()?.workers + steps;
+        while self.count()?.workers < enough {
+            self.run_for(ATTACH)?;
+        }
+        self.set(0)
+    }
+
     /// Waits until its first process has counted to 1: the guest is then prepared.
     pub fn prepared(&self) -> LabResult {
         self.run_until(PREPARE, |status| {
@@ -190,11 +200,13 @@ impl Measured for lacuna::soft::Vm {
 impl Measured for lacuna::kvm::Vm {}
 
 /// A running guest with its VM.
-pub struct Session<'a, V> {
+pub struct Session<'a, V: Vm> {
     /// The guest.
     pub guest: Guest<'a>,
     /// Its VM.
     pub vm: &'a V,
+    /// Its threads.
+    pub running: &'a Running<V>,
 }
 
 impl<V: Vm> Session<'_, V> {
@@ -265,20 +277,23 @@ pub fn image(arch: Arch, name: &str) -> LabResult<Image<'static>> {
 ///
 /// # Errors
 /// An error of the experiment or the builder; and a guest that ends before the experiment does.
-pub fn on<B: Builder, T>(
+pub fn on<B: Builder<Vm: Vm<Error: Into<LabError>>>, T>(
     builder: &B,
     image: &Image<'_>,
     experiment: impl FnOnce(&Session<'_, B::Vm>) -> LabResult<T>,
-) -> LabResult<T>
-where
-    LabError: From<<B::Vm as Vm>::Error>,
-{
+) -> LabResult<T> {
     let words = LastWords::default();
     let devices = PlatformDevices::of(image.arch, words.console());
-    let running = builder.start(image, devices)?;
+    let running = builder.start(image, devices).map_err(Into::into)?;
     let vm = &**running.vm();
     let guest = Guest::wait_for(vm, running.devices());
-    let result = guest.and_then(|guest| experiment(&Session { guest, vm }));
+    let result = guest.and_then(|guest| {
+        experiment(&Session {
+            guest,
+            vm,
+            running: &running,
+        })
+    });
     running.stop();
     words.settle(Some(result), &running.wait().ending)
 }

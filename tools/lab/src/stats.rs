@@ -73,32 +73,29 @@ impl Summary {
         }
     }
 
-    /// The same summary in another unit: every figure times `factor`.
-    ///
-    /// # Panics
-    /// If `factor` is not positive: the ends of the interval would change places.
-    pub fn scaled(self, factor: f64) -> Self {
-        assert!(factor > 0.0, "a unit is positive");
+    /// The summary of what `of` makes of each run. It rises or falls everywhere.
+    pub fn map(self, of: impl Fn(f64) -> f64) -> Self {
+        let [a, b] = [self.low, self.high].map(&of);
         Self {
-            median: self.median * factor,
-            low: self.low * factor,
-            high: self.high * factor,
+            median: of(self.median),
+            low: a.min(b),
+            high: a.max(b),
             ..self
         }
+    }
+
+    /// The same summary in another unit: every figure times `factor`.
+    pub fn scaled(self, factor: f64) -> Self {
+        self.map(|figure| figure * factor)
     }
 
     /// The summary of the inverse ratio: `b / a` for `a / b`.
     ///
     /// # Panics
-    /// If an end of the interval is not positive: the order of the ends would change.
+    /// If an end of the interval is not positive: the inverse would neither rise nor fall.
     pub fn inverse(self) -> Self {
         assert!(self.low > 0.0, "a ratio of costs or rates is positive");
-        Self {
-            median: 1.0 / self.median,
-            low: 1.0 / self.high,
-            high: 1.0 / self.low,
-            ..self
-        }
+        self.map(|ratio| 1.0 / ratio)
     }
 }
 

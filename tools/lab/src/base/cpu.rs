@@ -1,6 +1,6 @@
 //! Instructions a second of one program: on a soft vCPU, natively, and in QEMU, in turns.
 
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabError, LabResult, Options};
 use crate::external::{ExternalError, Timed, Timer, native, qemu_tcg};
 use crate::first_look::{Found, Row};
 use crate::fixture::resident;
@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 const LIMIT: Duration = Duration::from_secs(120);
-const MEMORY_MIB: u32 = 256;
+const MEMORY_MIB: u64 = 256;
 
 /// One loop: its name, its iterations in a slice on a soft vCPU, natively, and in QEMU (a few
 /// tenths of a second each), and the wanted rate.
@@ -35,7 +35,7 @@ const QEMU: usize = 2;
 
 /// `cpu.x86.*`, beside native and QEMU. For arm64 guests only `cpu.minstr_per_s.*`, because this
 /// machine does not run their code natively.
-pub fn rates(options: &Options, report: &mut Report, progress: &Progress) -> Result<(), LabError> {
+pub fn rates(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
     let guest = guests(options.arch).image("cpubench").expect("built in");
     let is_x86 = options.arch == Arch::X86_64;
     let elf = write_image(guest)?;
@@ -67,7 +67,7 @@ pub fn rates(options: &Options, report: &mut Report, progress: &Progress) -> Res
 }
 
 /// For the first look: the speed of the first loop on a soft vCPU, and natively in the same rounds.
-pub fn first_look(_: &Options, repeats: Rounds) -> Result<Found, LabError> {
+pub fn first_look(_: &Options, repeats: Rounds) -> LabResult<Found> {
     let [test, ..] = &TESTS;
     let guest = image("cpubench").expect("built in");
     // A tenth of an experiment's slice. The second arm is the null.
@@ -129,29 +129,26 @@ fn record(
     }
 }
 
-fn write_image(guest: &GuestImage) -> Result<tempfile::TempPath, LabError> {
+fn write_image(guest: &GuestImage) -> LabResult<tempfile::TempPath> {
     let write = || {
         let mut file = tempfile::NamedTempFile::new()?;
         file.write_all(guest.file)?;
-        Ok(file.into_temp_path())
+        Ok::<_, std::io::Error>(file.into_temp_path())
     };
-    write().map_err(|source| LabError::Io {
-        what: "write the guest image".into(),
-        source,
-    })
+    write().map_err(LabError::io("write the guest image"))
 }
 
 fn arguments(test: &Test, iterations: u64) -> [String; 2] {
     [format!("test={}", test.0), format!("iters={iterations}")]
 }
 
-fn run_ours(guest: &GuestImage, test: &Test, iterations: u64) -> Result<f64, LabError> {
+fn run_ours(guest: &GuestImage, test: &Test, iterations: u64) -> LabResult<f64> {
     let image = Image::parse(guest.file).map_err(|e| LabError::Guest(e.to_string()))?;
     let builder = VmBuilder {
         arch: image.arch,
         command_line: arguments(test, iterations).join(" "),
         // All memory is resident, because the figure is about instructions.
-        ..resident(u64::from(MEMORY_MIB), 1)
+        ..resident(MEMORY_MIB, 1)
     };
     let timer = Arc::new(Mutex::new(Timer::default()));
     let lines = Arc::clone(&timer);
@@ -167,7 +164,7 @@ fn run_ours(guest: &GuestImage, test: &Test, iterations: u64) -> Result<f64, Lab
     rate(&timed.ok_or_else(|| LabError::Guest("cpubench timed nothing".into()))?)
 }
 
-fn run_native(test: &Test, iterations: u64) -> Result<f64, LabError> {
+fn run_native(test: &Test, iterations: u64) -> LabResult<f64> {
     let arguments = arguments(test, iterations);
     let arguments = arguments.each_ref().map(String::as_str);
     rate(&native(native_cpubench(), &arguments, LIMIT)?)
@@ -179,7 +176,7 @@ fn run_qemu(elf: &std::path::Path, test: &Test, iterations: u64) -> Result<Timed
 }
 
 /// Millions of instructions a second.
-fn rate(timed: &Timed) -> Result<f64, LabError> {
+fn rate(timed: &Timed) -> LabResult<f64> {
     let rate = timed.rate("insns").map(|rate| rate / 1e6);
     rate.ok_or_else(|| LabError::Guest("cpubench printed no instruction count".into()))
 }

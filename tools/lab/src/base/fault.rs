@@ -1,7 +1,7 @@
 //! The cost of a resident stage-2 fault, and whether the faults of two vCPUs delay each other.
 
 use crate::base::{Fixture, touch_together};
-use crate::experiment::{LabError, Options, cores};
+use crate::experiment::{LabError, LabResult, Options, cores};
 use crate::first_look::{Found, Row};
 use crate::native::{COLD_PAGES, CacheFlush, HOT_PAGES, fault_ns};
 use crate::report::time;
@@ -33,7 +33,7 @@ pub const IDS: [&str; 4] = [
 pub const SCALING: &str = "fault.scaling_2vcpu";
 
 /// `fault.soft_vs_host` and `fault.host_ns`, with warm caches or with cold ones.
-pub fn measure(options: &Options, report: &mut Report, is_cold: bool) -> Result<(), LabError> {
+pub fn measure(options: &Options, report: &mut Report, is_cold: bool) -> LabResult {
     let found = compare_faults(super::rounds(options).into(), is_cold)?;
     report.push(ratio(&found, is_cold));
     let id = IDS[2 + usize::from(is_cold)];
@@ -42,7 +42,7 @@ pub fn measure(options: &Options, report: &mut Report, is_cold: bool) -> Result<
 }
 
 /// The row of the first look, from `fault.soft_vs_host`.
-pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
+pub fn first_look(_: &Options, rounds: Rounds) -> LabResult<Found> {
     let found = compare_faults(rounds, false)?;
     let ns = |cost: Summary| time(cost.median as u64);
     let row = Row {
@@ -59,17 +59,14 @@ pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
 }
 
 /// CPU nanoseconds a page, of the host's fault and of a guest's touch.
-fn compare_faults(rounds: Rounds, is_cold: bool) -> Result<Comparison, LabError> {
+fn compare_faults(rounds: Rounds, is_cold: bool) -> LabResult<Comparison> {
     let pages = pages(is_cold);
     let touches = if is_cold { 16 } else { SLICE / pages };
     let mut fixtures = [Fixture::new(1, pages)?];
     let flush = is_cold.then(CacheFlush::default);
     let host = || {
         let ns = fault_ns((touches * pages) as usize, flush.as_ref());
-        ns.map_err(|source| LabError::Io {
-            what: "map anonymous memory".into(),
-            source,
-        })
+        ns.map_err(LabError::io("map anonymous memory"))
     };
     let soft = || {
         let mut cpu_ns = 0;
@@ -101,7 +98,7 @@ fn ratio(found: &Comparison, is_cold: bool) -> Measurement {
 
 /// `fault.scaling_2vcpu`, and beside it the same with two VMs that share nothing but the machine. A
 /// loss that two VMs have as well is not a cost of the engine.
-pub fn scaling(options: &Options, report: &mut Report) -> Result<(), LabError> {
+pub fn scaling(options: &Options, report: &mut Report) -> LabResult {
     let id = SCALING;
     if cores() < 2 {
         report.skip(id, "this machine has one core");
@@ -119,7 +116,7 @@ pub fn scaling(options: &Options, report: &mut Report) -> Result<(), LabError> {
         let fixtures = &mut arms[if index == 3 { 1 } else { index }];
         let mut touches = (0..SCALING_TOUCHES)
             .map(|_| Ok(touch_together(fixtures, || ())?.wall_ns))
-            .collect::<Result<Vec<u64>, LabError>>()?;
+            .collect::<LabResult<Vec<u64>>>()?;
         touches.sort_unstable();
         // The median, because a preemption is not a cost of the engine, and two threads are
         // preempted more often than one.

@@ -1,6 +1,6 @@
 //! Whether a run keeps its budget: the memory of the whole process against it.
 
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabError, LabResult, Options};
 use crate::result::{Better, Measurement, Report};
 use crate::stats::Summary;
 use lacuna::Arch;
@@ -12,7 +12,7 @@ const RESIDENT: &str = "512M";
 
 /// `run.memory_overhead_percent`. It is measured in a process of its own, because another
 /// experiment in the same process could have a higher peak.
-pub fn overhead(options: &Options, report: &mut Report) -> Result<(), LabError> {
+pub fn overhead(options: &Options, report: &mut Report) -> LabResult {
     let runs = if options.quick { 1 } else { 6 };
     let samples = (0..runs)
         .map(|seed| one(options, seed))
@@ -27,7 +27,7 @@ pub fn overhead(options: &Options, report: &mut Report) -> Result<(), LabError> 
     Ok(())
 }
 
-fn one(options: &Options, seed: u32) -> Result<f64, LabError> {
+fn one(options: &Options, seed: u32) -> LabResult<f64> {
     let swap = format!("file,dir={}", options.swap_dir.display());
     // `bm` reads and writes at random over all of its memory. The budget is full within a second,
     // and pages are swapped in and out for the rest of the time.
@@ -43,10 +43,7 @@ fn one(options: &Options, seed: u32) -> Result<f64, LabError> {
         .args(["--append", &append, "--json", "-", "--quiet"])
         .stdin(Stdio::null())
         .output()
-        .map_err(|source| LabError::Io {
-            what: options.lacuna.display().to_string(),
-            source,
-        })?;
+        .map_err(LabError::io(options.lacuna.display().to_string()))?;
     if !output.status.success() {
         let text = String::from_utf8_lossy(&output.stderr);
         let text = format!("`lacuna run bm` failed: {}", text.trim());

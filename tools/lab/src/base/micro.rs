@@ -8,7 +8,7 @@
 //! the loop.
 
 use crate::cores::pin;
-use crate::experiment::LabError;
+use crate::experiment::LabResult;
 use crate::fixture::{boot_code, builder, joined, time_to_port};
 use lacuna::dirty::Delivery;
 use lacuna::memory::{SlotFlags, SlotId};
@@ -50,7 +50,7 @@ const SLOT: SlotId = SlotId(100);
 impl Fixture {
     /// A VM of `vcpus` vCPUs, with frames for their shares of `pages` pages. The frames have been
     /// touched, so that the host's kernel has backed them.
-    pub fn new(vcpus: usize, pages: u64) -> Result<Self, LabError> {
+    pub fn new(vcpus: usize, pages: u64) -> LabResult<Self> {
         let boot = PageCount::new(AREA / PAGE_SIZE as u64);
         // Room for the per-CPU page caches, and for the other needs of a VM beside the touched
         // pages.
@@ -61,7 +61,7 @@ impl Fixture {
         Ok(Self { vm, vcpus, pages })
     }
 
-    fn add_area(&self) -> Result<(), LabError> {
+    fn add_area(&self) -> LabResult {
         let first = Gfn::new(AREA / PAGE_SIZE as u64).expect("a small address");
         let area = GfnRange::new(first, self.pages * self.vcpus.len() as u64);
         let area = area.expect("small addresses");
@@ -71,7 +71,7 @@ impl Fixture {
 
 /// Lets all vCPUs of all `fixtures` touch their shares once, at the same time. Fixtures share
 /// nothing but the machine. `before` is called before the clock starts.
-pub fn touch_together(fixtures: &mut [Fixture], before: impl FnOnce()) -> Result<Touch, LabError> {
+pub fn touch_together(fixtures: &mut [Fixture], before: impl FnOnce()) -> LabResult<Touch> {
     fixtures.iter().try_for_each(Fixture::add_area)?;
     before();
     let touched = run(fixtures);
@@ -81,7 +81,7 @@ pub fn touch_together(fixtures: &mut [Fixture], before: impl FnOnce()) -> Result
     touched
 }
 
-fn run(fixtures: &mut [Fixture]) -> Result<Touch, LabError> {
+fn run(fixtures: &mut [Fixture]) -> LabResult<Touch> {
     let pages = fixtures[0].pages;
     let vcpus = fixtures.iter_mut().flat_map(|fixture| &mut fixture.vcpus);
     let vcpus: Vec<_> = vcpus.collect();
@@ -96,7 +96,7 @@ fn run(fixtures: &mut [Fixture]) -> Result<Touch, LabError> {
         };
         let threads: Vec<_> = vcpus.into_iter().enumerate().map(start).collect();
         let shares = threads.into_iter().map(joined);
-        shares.collect::<Result<Vec<Share>, LabError>>()
+        shares.collect::<LabResult<Vec<Share>>>()
     })?;
     let first = shares.iter().map(|share| share.start).min();
     let last = shares.iter().map(|share| share.end).max();
@@ -116,7 +116,7 @@ struct Share {
 
 /// The threads wait for each other before the clock starts. They spin, because a wake-up takes as
 /// long as a hundred faults.
-fn share(vcpu: &mut Vcpu, missing: &AtomicUsize) -> Result<Share, LabError> {
+fn share(vcpu: &mut Vcpu, missing: &AtomicUsize) -> LabResult<Share> {
     missing.fetch_sub(1, Ordering::AcqRel);
     while missing.load(Ordering::Acquire) > 0 {
         std::hint::spin_loop();

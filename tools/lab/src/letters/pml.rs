@@ -7,7 +7,7 @@ use crate::fixture::resident;
 use crate::pml::monitor::{DIRTIED, PER_CPU_S, PER_S, Pace, Slice, slice};
 use crate::report::{Progress, align};
 use crate::result::{Better, Measurement, Report};
-use crate::session::{Guest, Session, image, on};
+use crate::session::{Session, image, on};
 use crate::stats::{Summary, paired};
 use lacuna::DirtyTracking as _;
 use lacuna::dirty::Detection;
@@ -49,9 +49,6 @@ const WP: usize = 3;
 
 /// With this setting, a transaction of `churn` writes to every page of the process.
 const SWEEP: u32 = u32::MAX;
-/// The longest time of such transactions.
-const WRITE_ALL: Duration = Duration::from_secs(60);
-
 /// Memory in MiB, the scores of each arm, and the times of a score.
 fn size(options: &Options) -> (u64, usize, Pace) {
     let pace = |period, periods, settle| Pace {
@@ -130,26 +127,14 @@ fn all_scores(
             choice.choose(detection);
             runs[at].push(slice(session, pace, logs)?);
             if at == WP {
-                write_all(&session.guest)?;
+                // At the end of logging, unwritten pages stay write-protected, and each would cost
+                // the next arm a fault. The first transaction of a process may be an ordinary one,
+                // begun before, and the processes are not equally fast.
+                session.guest.steps_with(SWEEP, 4 * VCPUS as u64)?;
             }
         }
     }
     Ok(runs)
-}
-
-/// Lets the guest write to all of its pages: at the end of logging, unwritten pages stay
-/// write-protected, and each would cost the next arm a fault.
-fn write_all(guest: &Guest<'_>) -> LabResult {
-    guest.set(SWEEP)?;
-    let before = guest.count()?.workers;
-    // The first transaction of a process may be an ordinary one, begun before, and the processes
-    // are not equally fast.
-    let enough = before + 4 * VCPUS as u64;
-    guest.run_until(WRITE_ALL, |status| {
-        let workers = status.threads.iter().map(|thread| thread.counter);
-        (workers.sum::<u64>() >= enough).then_some(())
-    })?;
-    guest.set(0)
 }
 
 /// The scores of an arm.
@@ -165,12 +150,7 @@ fn record(report: &mut Report, runs: &[Vec<Slice>; 4], mib: u64, cores: usize) {
     let of = |arm, what| scores(runs, arm, what);
     let percent = |base, arm| paired(&of(base, PER_S), &of(arm, PER_S)).scaled(100.0);
     let loss = percent(OFF, ALWAYS);
-    let loss = Summary {
-        median: 100.0 - loss.median,
-        low: 100.0 - loss.high,
-        high: 100.0 - loss.low,
-        ..loss
-    };
+    let loss = loss.map(|kept| 100.0 - kept);
     for (id, better, value, published, arms) in [
         (IDS[0], Better::Lower, loss, 0.06, [OFF, ALWAYS]),
         (

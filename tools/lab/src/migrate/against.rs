@@ -28,6 +28,7 @@ use super::qemu::{self, Accelerator, Scene};
 use super::route::Route;
 use super::{MEMORY, QUICK, VCPUS};
 use crate::experiment::{LabError, LabResult, Options};
+use crate::external;
 use crate::guests::{GuestBuilder, beside, folder};
 use crate::options::guests;
 use crate::result::{Better, Measurement, Report};
@@ -118,7 +119,7 @@ pub fn measure<B: GuestBuilder>(
     report: &mut Report,
 ) -> LabResult {
     let paced = guests(Arch::X86_64).image("paced");
-    let paced = match (qemu::installed(), paced) {
+    let paced = match (external::qemu(MEMORY), paced) {
         (Ok(_), Some(paced)) => paced,
         (installed, _) => {
             let why = installed.err().map(|why| why.to_string());
@@ -243,10 +244,10 @@ fn row(id: String, runs: &[[Vec<f64>; 4]], figure: usize, arms: &[Arm; 4]) -> Op
 /// Boots a guest and moves it.
 fn ours<B: GuestBuilder>(builder: &B, scene: &Scene, mode: Mode) -> LabResult<[f64; 4]> {
     let folder = folder()?;
-    beside(builder, "paced", scene.own_words, |guest| {
+    beside(builder, "paced", scene.own_words, |session| {
         thread::sleep(scene.settle);
         let way = (mode, Route::unix(&folder.path().join("moves"), None)?);
-        let (moved, resumed) = move_guest(builder, guest, way, until_all_print)?;
+        let (moved, resumed) = move_guest(builder, session.running, way, until_all_print)?;
         let since = |at: Instant| (at - moved.paused).as_secs_f64();
         Ok([since(moved.ran), moved.total, since(resumed), f64::NAN])
     })

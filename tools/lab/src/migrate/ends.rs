@@ -195,6 +195,7 @@ mod tests {
     use super::*;
     use crate::fixture::{needs_guests, resident};
     use crate::guests::beside;
+    use crate::session::Session;
     use lacuna::Gpa;
     use lacuna::GuestMemory as _;
     use lacuna::migrate::stream::Mode;
@@ -221,33 +222,43 @@ mod tests {
             ),
         ];
         let builder = resident(16, 2);
-        beside(&builder, "paced", PACED, |guest| {
-            for way in ways {
-                let watch = |here: &Here<'_, VmBuilder>| {
-                    let mut beats = Beats::new(2);
-                    assert_eq!(beats.listen(here.lines, LIMIT), Seen::All);
-                    assert!(!beats.is_damaged_later(here.lines));
-                    Ok((beats.last_first().unwrap(), counted(here)?))
-                };
-                let (moved, (printed, counted)) = move_guest(&builder, guest, way, watch)?;
-                assert!(moved.ran > moved.paused && printed > moved.paused);
-                assert_eq!(counted.len(), 2);
-                assert!(moved.pages > 2000 && moved.made < moved.total);
-            }
-            Ok(())
-        })
+        beside(
+            &builder,
+            "paced",
+            PACED,
+            |Session { running: guest, .. }| {
+                for way in ways {
+                    let watch = |here: &Here<'_, VmBuilder>| {
+                        let mut beats = Beats::new(2);
+                        assert_eq!(beats.listen(here.lines, LIMIT), Seen::All);
+                        assert!(!beats.is_damaged_later(here.lines));
+                        Ok((beats.last_first().unwrap(), counted(here)?))
+                    };
+                    let (moved, (printed, counted)) = move_guest(&builder, guest, way, watch)?;
+                    assert!(moved.ran > moved.paused && printed > moved.paused);
+                    assert_eq!(counted.len(), 2);
+                    assert!(moved.pages > 2000 && moved.made < moved.total);
+                }
+                Ok(())
+            },
+        )
         .unwrap();
     }
 
     #[test]
     fn a_guest_whose_pages_are_lost_finds_that() {
         needs_guests();
-        let lost = beside(&resident(16, 2), "paced", PACED, |guest| {
-            let at = Gpa::new(6 << 20).unwrap();
-            guest.vm().write(at, &vec![0; 4 << 20])?;
-            while !guest.wait_timeout(LIMIT) {}
-            Ok(())
-        });
+        let lost = beside(
+            &resident(16, 2),
+            "paced",
+            PACED,
+            |Session { running: guest, .. }| {
+                let at = Gpa::new(6 << 20).unwrap();
+                guest.vm().write(at, &vec![0; 4 << 20])?;
+                while !guest.wait_timeout(LIMIT) {}
+                Ok(())
+            },
+        );
         let text = lost.unwrap_err().to_string();
         assert!(text.contains("verdict=FAILED"), "{text}");
     }

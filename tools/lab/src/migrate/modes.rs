@@ -6,6 +6,7 @@ use super::route::Route;
 use crate::experiment::{LabResult, Options};
 use crate::guests::{GuestBuilder, beside};
 use crate::result::{Better, Measurement, Report};
+use crate::session::Session;
 use crate::stats::{Rounds, Summary, measures, paired, quantile};
 use lacuna::Running;
 use lacuna::migrate::stream::Mode;
@@ -49,9 +50,9 @@ pub fn measure<B: GuestBuilder>(
         ("postcopy", Mode::PostCopy),
         ("hybrid", Mode::Hybrid),
     ];
-    let runs = beside(builder, "churn", CHURN, |guest| {
+    let runs = beside(builder, "churn", CHURN, |Session { running, .. }| {
         measures(ARMS.len(), rounds, |arm| {
-            let (moved, blackouts) = move_once(builder, guest, ARMS[arm].1)?;
+            let (moved, blackouts) = move_once(builder, running, ARMS[arm].1)?;
             Ok([longest(&blackouts), moved.total, moved.pages as f64])
         })
     })?;
@@ -100,11 +101,11 @@ pub fn large<B: GuestBuilder>(
 ) -> LabResult {
     let moves = if options.quick { 3 } else { 25 };
     let (mut each, mut of_all, mut totals) = (Vec::new(), Vec::new(), Vec::new());
-    beside(builder, "churn", CHURN, |guest| {
+    beside(builder, "churn", CHURN, |Session { running, .. }| {
         // The first move is not counted.
-        move_once(builder, guest, Mode::PostCopy)?;
+        move_once(builder, running, Mode::PostCopy)?;
         for _ in 0..moves {
-            let (moved, blackouts) = move_once(builder, guest, Mode::PostCopy)?;
+            let (moved, blackouts) = move_once(builder, running, Mode::PostCopy)?;
             each.push(longest(&blackouts));
             of_all.extend(blackouts);
             totals.push(moved.total);

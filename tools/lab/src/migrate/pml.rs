@@ -19,11 +19,10 @@ use super::ends::{counted, move_guest};
 use super::modes::CHURN;
 use super::route::Route;
 use crate::experiment::{LabResult, Options};
-use crate::guests::{attached, beside};
+use crate::guests::beside;
 use crate::result::{Better, Measurement, Report};
-use crate::session::Guest;
+use crate::session::Session;
 use crate::stats::{Rounds, Summary, measures, paired};
-use lacuna::Running;
 use lacuna::dirty::{Detection, DetectionChoice as _, DirtyStats};
 use lacuna::migrate::Budget;
 use lacuna::migrate::stream::{Mode, Plan};
@@ -37,13 +36,8 @@ const QUICK: u64 = 32;
 /// Bytes a second: a pre-copy of [`MEMORY`] lasts about a second.
 const SPEED: NonZeroU64 = NonZeroU64::new(256 << 20).expect("not 0");
 const ROUNDS: u32 = 2;
-/// With this setting, a transaction of `churn` writes to every page of the process; with the other
-/// one, as its command line says.
+/// With this setting, a transaction of `churn` writes to every page of the process.
 const SWEEP: u32 = u32::MAX;
-const NO_SWEEP: u32 = 0;
-/// How often the steps between two moves are counted.
-const LOOK: Duration = Duration::from_millis(1);
-
 /// The arms, and what detects writes during the move.
 const ARMS: [(&str, Option<Detection>); 4] = [
     ("none", None),
@@ -77,11 +71,12 @@ pub fn measure(
         // Twice its hot pages.
         ("paced", &paced, memory << 8),
     ] {
-        let runs = beside(&builder, name, words, |running| {
-            let guest = attached(running)?;
+        let runs = beside(&builder, name, words, |session| {
             measures(ARMS.len(), rounds, |arm| {
-                write_all(&guest, steps)?;
-                one(&builder, running, &guest, ARMS[arm].1)
+                // After a move with write protection, the first write to each page would be a fault
+                // in this arm.
+                session.guest.steps_with(SWEEP, steps)?;
+                one(&builder, session, ARMS[arm].1)
             })
         })?;
         let share = |arm: usize| paired(&runs[NONE][0], &runs[arm][0]).scaled(100.0);
@@ -106,23 +101,12 @@ pub fn measure(
     Ok(())
 }
 
-/// Lets the guest take `steps` steps, and `churn` write to all of its pages: after a move with
-/// write protection, the first write to each page would be a fault in the next arm.
-fn write_all(guest: &Guest<'_>, steps: u64) -> LabResult {
-    guest.set(SWEEP)?;
-    let enough = guest.count()?.workers + steps;
-    while guest.count()?.workers < enough {
-        guest.run_for(LOOK)?;
-    }
-    guest.set(NO_SWEEP)
-}
-
 fn one(
     builder: &VmBuilder,
-    running: &Running<Vm>,
-    guest: &Guest<'_>,
+    session: &Session<'_, Vm>,
     detection: Option<Detection>,
 ) -> LabResult<Figures> {
+    let Session { guest, running, .. } = session;
     let Some(detection) = detection else {
         let before = guest.count()?;
         let round = builder.memory.bytes() as f64 / SPEED.get() as f64;
@@ -163,11 +147,10 @@ mod tests {
     fn an_arm_logs_or_faults() {
         needs_guests();
         let builder = resident(16, VCPUS);
-        beside(&builder, "churn", CHURN, |running| {
-            let guest = attached(running)?;
+        beside(&builder, "churn", CHURN, |session| {
             for (name, detection) in ARMS {
-                write_all(&guest, 4 * VCPUS as u64)?;
-                let [rate, faults, logged] = one(&builder, running, &guest, detection)?;
+                session.guest.steps_with(SWEEP, 4 * VCPUS as u64)?;
+                let [rate, faults, logged] = one(&builder, session, detection)?;
                 let found = (rate > 0.0, faults > 100.0, logged > 100.0);
                 let logs = detection == Some(Detection::Pml);
                 assert_eq!(found, (true, name == "wp", logs), "{name}: {faults}");

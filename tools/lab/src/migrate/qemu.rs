@@ -3,18 +3,16 @@
 use super::beats::{Beats, Seen};
 use crate::backed::back;
 use crate::experiment::LabResult;
-use crate::external::{ExternalError, Reaped, find, spawn};
+use crate::external::{ExternalError, QEMU, Reaped, qemu, spawn};
 use crate::interrupt;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::mpsc::Receiver;
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-pub const PROGRAM: &str = "qemu-system-x86_64";
 /// The longest time that QEMU takes for one answer, or for a move.
 const LIMIT: Duration = Duration::from_secs(60);
 /// How often something is tried again.
@@ -70,11 +68,6 @@ pub struct Found {
     pub blackout: Option<f64>,
     /// The guest has found a wrong page, or crashed.
     pub is_damaged: bool,
-}
-
-/// Whether QEMU is installed.
-pub fn installed() -> Result<PathBuf, ExternalError> {
-    find(PROGRAM).ok_or_else(|| ExternalError::Unavailable(format!("{PROGRAM} is not installed")))
 }
 
 /// Starts the guest in one process, and moves it to another one. `folder` is empty.
@@ -146,7 +139,7 @@ impl Way {
 
 fn failed(problem: impl Into<String>) -> ExternalError {
     ExternalError::Protocol {
-        program: PROGRAM.into(),
+        program: QEMU.into(),
         problem: problem.into(),
         tail: String::new(),
     }
@@ -168,11 +161,8 @@ struct Qemu {
 impl Qemu {
     fn start(scene: &Scene, folder: &Path, name: &str, more: &[&str]) -> LabResult<Self> {
         let socket = folder.join(name);
-        let mut command = Command::new(installed()?);
+        let mut command = qemu(scene.memory_mib)?;
         command
-            .args(["-nodefaults", "-no-user-config", "-no-reboot", "-M", "q35"])
-            .args(["-display", "none", "-serial", "stdio"])
-            .args(["-device", "isa-debug-exit,iobase=0xf4,iosize=4"])
             .args(match scene.accelerator {
                 Accelerator::Tcg => ["-accel", "tcg", "-cpu", "max"].as_slice(),
                 // Nested hosts lack the MSR of arch-capabilities.
@@ -183,7 +173,6 @@ impl Qemu {
                 // The larger firmware is slow where kernel code is emulated.
                 Accelerator::Kvm => &["-bios", "qboot.rom"],
             })
-            .args(["-m", &format!("{}M", scene.memory_mib)])
             .args(["-smp", &scene.vcpus.to_string()])
             .args(["-append", &scene.words])
             .arg("-kernel")
@@ -192,7 +181,7 @@ impl Qemu {
             .arg(format!("unix:{},server=on,wait=off", socket.display()))
             .args(more);
         let not_started = |source| ExternalError::Start {
-            program: PROGRAM.into(),
+            program: QEMU.into(),
             source,
         };
         let (process, lines) = spawn(command).map_err(not_started)?;

@@ -79,15 +79,17 @@ pub fn measure(
         ..builder(memory, 1)
     };
     let rounds = Rounds::Count(if options.quick { 1 } else { ROUNDS });
-    let runs = beside(&builder, "bm", BM, |guest| {
-        attached(guest)?.run_until(LIMIT, |status| {
+    let runs = beside(&builder, "bm", BM, |session| {
+        session.guest.run_until(LIMIT, |status| {
             let mut threads = status.threads.iter();
             let counts = |kind| move |t: &Thread| t.kind == kind && t.counter > 0;
             let all =
                 threads.clone().any(counts(Kind::Worker)) && threads.any(counts(Kind::Faulter));
             all.then_some(())
         })?;
-        measures(ARMS.len(), rounds, |arm| one(&builder, guest, ARMS[arm]))
+        measures(ARMS.len(), rounds, |arm| {
+            one(&builder, session.running, ARMS[arm])
+        })
     })?;
     let of = |arm: Arm| &runs[ARMS.iter().position(|a| *a == arm).expect("it took part")];
     let kept = |arm| paired(&of(Arm::Alone)[0], &of(arm)[0]).scaled(100.0);

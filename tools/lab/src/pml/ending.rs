@@ -81,7 +81,7 @@ fn slice(
     window: Duration,
     how: Option<Recovery>,
 ) -> Result<Slice, LabError> {
-    let Session { vm, guest } = session;
+    let Session { vm, guest, .. } = session;
     let huge_leaves = || vm.mmu().counts().of(Level::L2M) as f64;
     let before = huge_leaves();
     if how.is_some() {

@@ -31,7 +31,7 @@ pub const HARVEST: usize = 3;
 
 /// One slice. If slots log, the calling thread is the monitor.
 pub fn slice<V: Vm>(session: &Session<'_, V>, pace: Pace, logs: bool) -> Result<Slice, LabError> {
-    let Session { guest, vm } = session;
+    let Session { guest, vm, .. } = session;
     guest.run_for(pace.settle)?;
     if logs {
         set_logging_everywhere(*vm, Logging::LAZY)?;

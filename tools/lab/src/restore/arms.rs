@@ -49,9 +49,11 @@ impl<'a, B: GuestBuilder> Scene<'a, B> {
     /// Runs `guest` with `words` until it waits at its gate, and saves it in `folder`.
     pub fn save(builder: &'a B, guest: &str, words: &str, folder: &Path) -> LabResult<Self> {
         let path = folder.join(guest);
-        beside(builder, guest, words, |guest| {
-            let paused = PausedGuest::pause(guest)?;
-            save_paused(guest, &paused, &path, &mut |_| ControlFlow::Continue(()))?;
+        beside(builder, guest, words, |session| {
+            let paused = PausedGuest::pause(session.running)?;
+            save_paused(session.running, &paused, &path, &mut |_| {
+                ControlFlow::Continue(())
+            })?;
             Ok(())
         })?;
         Ok(Self { builder, path })
