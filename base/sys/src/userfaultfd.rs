@@ -334,7 +334,18 @@ impl Userfaultfd {
     /// # Errors
     /// `INVAL`: not an address of this process.
     pub fn wake(&self, page: Hva) -> io::Result<()> {
-        let mut range = one(page);
+        self.wake_range(one(page))
+    }
+
+    /// As [`wake`](Self::wake), for the threads that wait at any page of `range`.
+    ///
+    /// # Errors
+    /// As [`wake`](Self::wake).
+    pub fn wake_all(&self, range: HvaRange) -> io::Result<()> {
+        self.wake_range(all(range))
+    }
+
+    fn wake_range(&self, mut range: Range) -> io::Result<()> {
         // SAFETY: 1. UFFDIO_WAKE takes a `struct uffdio_range`. 2. It changes no memory.
         unsafe { self.update::<{ WAKE }, _>(&mut range) }
     }

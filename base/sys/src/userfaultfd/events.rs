@@ -5,22 +5,31 @@ use super::{
     WRITEPROTECT, WriteProtect, all, fault,
 };
 use lacuna_addr::{Hva, HvaRange, PAGE_SIZE};
+use rustix::fd::{FromRawFd as _, OwnedFd};
 use rustix::io;
 
 /// `UFFD_FEATURE_PAGEFAULT_FLAG_WP`, since Linux 5.7.
 const FEATURE_FLAG_WP: u64 = 1;
 /// `UFFD_FEATURE_EVENT_REMOVE`, since Linux 4.11.
 const FEATURE_EVENT_REMOVE: u64 = 1 << 3;
+/// `UFFD_EVENT_FORK`.
+const EVENT_FORK: u8 = 0x13;
+/// `UFFD_EVENT_REMAP`.
+const EVENT_REMAP: u8 = 0x14;
 /// `UFFD_EVENT_REMOVE`.
 const EVENT_REMOVE: u8 = 0x15;
+/// `UFFD_EVENT_UNMAP`.
+const EVENT_UNMAP: u8 = 0x16;
 /// `UFFDIO_WRITEPROTECT_MODE_WP`.
 const PROTECT: u64 = 1;
-/// Offsets in a message about a removal: of the start and the end, both u64.
-const START_AT: usize = 8;
-const END_AT: usize = 16;
+/// Offsets of the words of a message. A removal and an unmapping have the start and the end, a move
+/// has the old start, the new start and the length, all u64. A fork has a descriptor, a u32.
+const FIRST_AT: usize = 8;
+const SECOND_AT: usize = 16;
+const THIRD_AT: usize = 24;
 
-/// An event of a descriptor.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+/// An event of a descriptor. A descriptor that another process has made may report any of them.
+#[derive(Debug)]
 pub enum Event {
     /// A thread waits for a page.
     Fault(Fault),
@@ -28,7 +37,18 @@ pub enum Event {
     /// is read. Until then every fill fails with `AGAIN`. The reader has to answer a later fault
     /// there with zeros. That fault may be read before this event.
     Removed(HvaRange),
-    /// The kernel's number of an event that no descriptor of this crate asks for.
+    /// As [`Event::Removed`], by `munmap(2)`.
+    Unmapped(HvaRange),
+    /// A thread has moved this mapping by `mremap(2)`. It waits until this event is read.
+    Moved {
+        /// The old addresses.
+        from: HvaRange,
+        /// The new start.
+        to: Hva,
+    },
+    /// The process has forked. This is the userfaultfd of the child's copy of the memory.
+    Forked(OwnedFd),
+    /// The kernel's number of an unknown event.
     Other(u8),
 }
 
@@ -75,22 +95,39 @@ impl Userfaultfd {
     pub fn events(&self, events: &mut Vec<Event>) -> io::Result<()> {
         let mut bytes = [0; 64 * MESSAGE];
         let read = self.read(&mut bytes)?;
-        events.extend(bytes[..read].chunks_exact(MESSAGE).filter_map(event));
+        let messages = bytes[..read].chunks_exact(MESSAGE);
+        // SAFETY: 1. the kernel has just written the messages, and each is decoded once.
+        events.extend(messages.filter_map(|message| unsafe { event(message) }));
         Ok(())
     }
 }
 
-fn event(message: &[u8]) -> Option<Event> {
+/// # Safety
+/// The message is a new one of the kernel's: a descriptor in it has no other owner.
+unsafe fn event(message: &[u8]) -> Option<Event> {
     let word = |at: usize| {
         let bytes = message.get(at..at + 8)?.try_into().ok()?;
         Some(u64::from_ne_bytes(bytes))
     };
+    let pages = |start: u64, bytes: u64| HvaRange::new(Hva::new(start), bytes / PAGE_SIZE as u64);
+    let range = || {
+        let (start, end) = (word(FIRST_AT)?, word(SECOND_AT)?);
+        pages(start, end.checked_sub(start)?)
+    };
     match *message.first()? {
         EVENT_PAGEFAULT => fault(message).map(Event::Fault),
-        EVENT_REMOVE => {
-            let (start, end) = (word(START_AT)?, word(END_AT)?);
-            let pages = end.checked_sub(start)? / PAGE_SIZE as u64;
-            HvaRange::new(Hva::new(start), pages).map(Event::Removed)
+        EVENT_REMOVE => range().map(Event::Removed),
+        EVENT_UNMAP => range().map(Event::Unmapped),
+        EVENT_REMAP => Some(Event::Moved {
+            from: pages(word(FIRST_AT)?, word(THIRD_AT)?)?,
+            to: Hva::new(word(SECOND_AT)?),
+        }),
+        EVENT_FORK => {
+            let bytes = message.get(FIRST_AT..FIRST_AT + 4)?.try_into().ok()?;
+            // SAFETY: 1. the contract.
+            Some(Event::Forked(unsafe {
+                OwnedFd::from_raw_fd(i32::from_ne_bytes(bytes))
+            }))
         }
         other => Some(Event::Other(other)),
     }
