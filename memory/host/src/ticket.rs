@@ -11,8 +11,8 @@ use crate::error::LostPage;
 use crate::flight::Flight;
 use crate::region::Region;
 use lacuna_addr::{BackingAddr, PAGE_SIZE, Pfn};
-use lacuna_frames::PageNo;
-use lacuna_linux::{Gathered, Gathering};
+use lacuna_frames::{BLOCK, PageNo};
+use lacuna_source::{Gathered, Gathering};
 use lacuna_sync::{Condvar, Mutex, MutexGuard, lock_order};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -110,7 +110,7 @@ impl Ticket {
 
     /// Keeps the content of page number `at` of the ticket's unit, until all pages have arrived.
     pub(crate) fn gather(&self, at: usize, content: &[u8; PAGE_SIZE]) -> Gathered {
-        self.lock().unit.add(at, content)
+        self.lock().unit.add((at, BLOCK), content)
     }
 
     /// Whether some pages of the ticket's unit have arrived, and others have not.

@@ -18,7 +18,6 @@
 //! | `handler` | a region that a handler fills from outside, and the threads that touch its pages |
 //! | `shared_file` | memory files, and the kinds of memory |
 //! | `private_file` | files that are copied as they are written |
-//! | `gathering` | a unit's pages, which arrive one by one |
 //!
 //! The mappings themselves belong to the pool of `lacuna-frames`, so this crate has no `unsafe`.
 #![forbid(unsafe_code)]
@@ -26,7 +25,6 @@
 mod addresses;
 mod error;
 mod fill;
-mod gathering;
 mod handler;
 mod memory;
 mod parts;
@@ -36,7 +34,6 @@ mod shared_file;
 pub use addresses::LinuxAddresses;
 pub use error::LinuxError;
 pub use fill::Placed;
-pub use gathering::{Gathered, Gathering, UnitContent};
 pub use handler::{FillHandler, Touch, Touching};
 pub use memory::{Filled, LinuxMemory, User};
 pub use parts::Touched;

@@ -1,12 +1,11 @@
-//! The content of a unit, whose pages arrive one by one and are filled together.
+//! The content of a unit, whose pages arrive one by one and are filled together, as a huge page's.
 
+use crate::Failure;
 use lacuna_addr::PAGE_SIZE;
-use lacuna_frames::BLOCK;
-use lacuna_source::Failure;
 
 /// The end of a unit's fetch.
 pub enum UnitContent<'a> {
-    /// Its 512 pages have arrived.
+    /// All of its pages have arrived.
     Pages(&'a [[u8; PAGE_SIZE]]),
     /// It is discarded.
     Zeros,
@@ -26,9 +25,10 @@ pub enum Gathering {
     Over,
 }
 
+/// The pages of a unit.
 pub struct Pages {
     bytes: Vec<u8>,
-    came: [bool; BLOCK],
+    came: Vec<bool>,
     left: usize,
 }
 
@@ -43,11 +43,11 @@ pub enum Gathered {
 }
 
 impl Pages {
-    fn new() -> Box<Self> {
+    fn new(pages: usize) -> Box<Self> {
         Box::new(Self {
-            bytes: vec![0; BLOCK * PAGE_SIZE],
-            came: [false; BLOCK],
-            left: BLOCK,
+            bytes: vec![0; pages * PAGE_SIZE],
+            came: vec![false; pages],
+            left: pages,
         })
     }
 
@@ -58,10 +58,10 @@ impl Pages {
 }
 
 impl Gathering {
-    /// Adds page `at` of the unit.
-    pub fn add(&mut self, at: usize, content: &[u8; PAGE_SIZE]) -> Gathered {
+    /// Adds page `at` of the unit, which has `pages` pages.
+    pub fn add(&mut self, (at, pages): (usize, usize), content: &[u8; PAGE_SIZE]) -> Gathered {
         if let Self::Nothing = self {
-            *self = Self::Some(Pages::new());
+            *self = Self::Some(Pages::new(pages));
         }
         let Self::Some(pages) = self else {
             return Gathered::Late;

@@ -30,24 +30,23 @@
 //! | [`External`] | a handler that fills the memory by userfaultfd |
 //!
 //! [`Measured`] counts what a source does. A [`Policy`] says how long a source tries, and what
-//! becomes of its pages when it is gone.
+//! becomes of its pages when it is gone. It imports `base` alone.
 //!
 //! | file | job |
 //! |---|---|
-//! | `request`, `policy` | requests and the outcome of answers; how long a source tries |
+//! | `request`, `policy`, `gathering` | requests, answers; how long a source tries; huge pages |
 //! | `measured`, `memory_id` | counters and fetch times; which memory a source provides |
 //! | `zeros`, `file`, `folder` | sources; files of pages |
 //! | `holes`, `readers` | holes of files, which need no read; the reading threads of `file` |
 //! | `peer` | the protocol between processes, and its two sides |
 //! | `injected` | faults of a link, from a seed |
 //! | `external`, `handler` | a handler's memory; Firecracker's handshake with its process |
-//!
-//! It imports `base` alone, and has no `unsafe`.
 #![forbid(unsafe_code)]
 
 mod external;
 mod file;
 mod folder;
+mod gathering;
 mod handler;
 mod holes;
 mod injected;
@@ -62,6 +61,7 @@ mod zeros;
 pub use external::{AskedOutside, External};
 pub use file::{FileError, MemoryFile};
 pub use folder::{Folder, LocalFolder, StoredFile};
+pub use gathering::{Gathered, Gathering, Pages, UnitContent};
 pub use handler::{Handler, HandlerError, HandlerRegion, send_regions};
 pub use holes::Holes;
 pub use injected::{Fate, Faults, Injected};

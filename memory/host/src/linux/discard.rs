@@ -17,7 +17,8 @@ use crate::error::HostError;
 use crate::region::Region;
 use lacuna_addr::{BackingRange, PAGE_SIZE};
 use lacuna_frames::{PageNo, PageState};
-use lacuna_linux::{LinuxBacking, LinuxMemory, UnitContent};
+use lacuna_linux::{LinuxBacking, LinuxMemory};
+use lacuna_source::UnitContent;
 use lacuna_sys::Errno;
 
 impl Core {
