@@ -1,7 +1,7 @@
 //! The order of the locks (`docs/locking.md`).
 //!
-//! Each lock of the memory, engine, processor, backend, migration and virtio crates has a type
-//! here, which is a parameter of the lock's own type:
+//! Each lock of the memory, engine, processor, backend, migration, pager and virtio crates has a
+//! type here, which is a parameter of the lock's own type:
 //!
 //! ```
 //! use lacuna_sync::{Mutex, lock_order};
@@ -87,6 +87,7 @@ classes! {
         KvmWindow "Window::table (kvm)",
         InterruptLines "InterruptLines::users (machine)",
         EventFds "EventFds (soft, kvm)",
+        PagerVm "Vm::live (pager)",
         Serial "PlatformDevices::serial",
         OutgoingSession "OutgoingHandle's state (migrate)",
         IncomingSession "IncomingHandle's state (migrate)";
@@ -134,6 +135,9 @@ classes! {
         SourceListeners "External::listeners (source)",
         SourceDeath "External::dead (source)",
         SourceOutage "Outage::reason (source)",
+        PagerUnits "Vm::gathering (pager)",
+        PagerWaiting "Vm::waiting (pager)",
+        PagerVms "PagerShared::vms (pager)",
         ApfArrivals "Arrivals::list (apf)",
         DirtyCounts "Tracking::counts (mmu)",
         PlatformEnding "PlatformDevices::ending",

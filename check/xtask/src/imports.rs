@@ -102,6 +102,16 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         &["lacuna-addr", "lacuna-state", "lacuna-sync", "lacuna-cpu"],
     ),
     (
+        "lacuna-pager",
+        &[
+            "lacuna-metrics",
+            "lacuna-addr",
+            "lacuna-sync",
+            "lacuna-sys",
+            "lacuna-source",
+        ],
+    ),
+    (
         "lacuna-migrate",
         // source: a snapshot whose pages are read on demand is a page source.
         &[

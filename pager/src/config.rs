@@ -1,0 +1,62 @@
+//! The settings of a pager.
+
+use rustix::process::getuid;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Takes a message for the user. It is called with a lock held, so it does not wait.
+pub type Report = Arc<dyn Fn(&str) + Send + Sync>;
+
+/// What a VM gets when it needs a page that the source has lost. No choice provides zeros.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum WhenLost {
+    /// The thread waits until the VM is ended from outside.
+    Hold,
+    /// The VMM's process is ended by SIGKILL.
+    Kill,
+    /// The page is poisoned: each access gets `SIGBUS`, as for memory with an uncorrectable error.
+    /// Before Linux 6.6 the thread waits.
+    #[default]
+    Poison,
+}
+
+/// The settings of a pager.
+#[derive(Clone)]
+pub struct Config {
+    /// What becomes of lost pages.
+    pub when_lost: WhenLost,
+    /// The users whose VMs are served.
+    pub users: Vec<u32>,
+    /// How long a VMM may take for its message.
+    pub patience: Duration,
+    /// Takes messages: refused connections, lost pages.
+    pub report: Report,
+}
+
+/// Lost pages are poisoned, only VMs of this process's user are served, a message may take five
+/// seconds, and messages go to `tracing` alone.
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            when_lost: WhenLost::default(),
+            users: vec![getuid().as_raw()],
+            patience: Duration::from_secs(5),
+            report: Arc::new(|_| {}),
+        }
+    }
+}
+
+impl fmt::Debug for Config {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            when_lost,
+            users,
+            patience,
+            report: _,
+        } = self;
+        let mut debug = f.debug_struct("Config");
+        debug.field("when_lost", when_lost).field("users", users);
+        debug.field("patience", patience).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,236 @@
+//! Firecracker's handshake: one message with the regions as JSON and a userfaultfd.
+
+use crate::regions::{REGIONS_MAX, RegionMessage, Regions};
+use lacuna_addr::{Hva, PageCount};
+use lacuna_sys::{Errno, Userfaultfd};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use std::io::IoSliceMut;
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+/// The most bytes of a message: more than [`REGIONS_MAX`] regions need.
+const MESSAGE_MAX: usize = 256 << 10;
+/// How often a first read may be empty, and the pause after it.
+const EMPTY_READS: u32 = 5;
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// Why a VMM is not served. Its connection is closed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum HandshakeError {
+    /// The process has another user.
+    #[error("it runs as user {0}, whom this pager does not serve: allow this user id")]
+    User(u32),
+    /// The message is late.
+    #[error("it sent no whole message in {0:?}: send the regions and the userfaultfd at once")]
+    Late(Duration),
+    /// The connection has ended.
+    #[error("it closed the connection after {0} bytes of its message: keep it open")]
+    Closed(usize),
+    /// The message is too long.
+    #[error("its message has more than {MESSAGE_MAX} bytes: announce fewer regions")]
+    Long,
+    /// The message is not the JSON of the handshake.
+    #[error("its message is not Firecracker's array of regions ({0}): correct the VMM")]
+    Json(serde_json::Error),
+    /// The message has no descriptor.
+    #[error("its message has no descriptor: send the userfaultfd with it, by SCM_RIGHTS")]
+    NoDescriptor,
+    /// The message has several descriptors.
+    #[error("its message has several descriptors: send the userfaultfd alone")]
+    Descriptors,
+    /// The descriptor is something else.
+    #[error("its descriptor is no userfaultfd ({0}): send the one that its memory has")]
+    NoUserfaultfd(Errno),
+    /// The descriptor cannot be polled.
+    #[error("its userfaultfd cannot be polled: make it with O_NONBLOCK, and call UFFDIO_API")]
+    Blocking,
+    /// There is no region.
+    #[error("its message has no region: announce the guest's memory")]
+    NoRegions,
+    /// There are too many regions.
+    #[error("its message has {0} regions: announce at most {REGIONS_MAX}")]
+    ManyRegions(usize),
+    /// A region has no page size.
+    #[error("region {0} has neither page_size nor page_size_kib: give one, in bytes")]
+    NoPageSize(usize),
+    /// A region has two page sizes.
+    #[error(
+        "region {at} has a page_size of {bytes} and a page_size_kib of {other}: both are bytes"
+    )]
+    TwoPageSizes {
+        /// The region's index.
+        at: usize,
+        /// Bytes.
+        bytes: u64,
+        /// Bytes.
+        other: u64,
+    },
+    /// There are no such pages.
+    #[error("region {at} has pages of {bytes} bytes: give 4096, 2097152 or 1073741824, in bytes")]
+    PageSize {
+        /// The region's index.
+        at: usize,
+        /// Bytes.
+        bytes: u64,
+    },
+    /// A region is not whole pages of its size.
+    #[error("region {at} at {base:#x} with {size} bytes is not whole pages of {bytes} bytes")]
+    Unaligned {
+        /// The region's index.
+        at: usize,
+        /// Its address.
+        base: u64,
+        /// Bytes.
+        size: u64,
+        /// Bytes of a page.
+        bytes: u64,
+    },
+    /// An offset is not a page's.
+    #[error("region {at} has offset {offset}: give a multiple of 4096")]
+    UnalignedOffset {
+        /// The region's index.
+        at: usize,
+        /// Bytes.
+        offset: u64,
+    },
+    /// The addresses wrap.
+    #[error("region {at} at {base:#x} with {size} bytes has no such addresses: correct the VMM")]
+    Wraps {
+        /// The region's index.
+        at: usize,
+        /// Its address.
+        base: u64,
+        /// Bytes.
+        size: u64,
+    },
+    /// The source has no such bytes.
+    #[error(
+        "region {at} has {size} bytes from offset {offset} on, and the source has {has}: start the \
+         pager with this VM's memory"
+    )]
+    BeyondSource {
+        /// The region's index.
+        at: usize,
+        /// Bytes.
+        offset: u64,
+        /// Bytes.
+        size: u64,
+        /// Bytes of the source.
+        has: u64,
+    },
+    /// The regions are larger than the source.
+    #[error("its regions have {sum} bytes, and the source has {has}: announce each offset once")]
+    MoreThanSource {
+        /// Bytes.
+        sum: u64,
+        /// Bytes of the source.
+        has: u64,
+    },
+    /// Two regions have common addresses.
+    #[error("two of its regions have the address {0}: correct the VMM")]
+    Overlap(Hva),
+    /// The system's error.
+    #[error("its message cannot be read: {0}")]
+    System(#[from] Errno),
+}
+
+/// A VMM's message, checked.
+pub struct Handshake {
+    /// The VM's memory.
+    pub regions: Regions,
+    /// Where its faults are read.
+    pub uffd: Userfaultfd,
+}
+
+impl Handshake {
+    /// Takes the message, for a source with `pages` pages.
+    ///
+    /// # Errors
+    /// It is wrong, or late.
+    pub fn receive(
+        socket: &UnixStream,
+        pages: PageCount,
+        patience: Duration,
+    ) -> Result<Self, HandshakeError> {
+        let (regions, fds) = receive(socket, patience)?;
+        let mut fds = fds.into_iter();
+        let fd = fds.next().ok_or(HandshakeError::NoDescriptor)?;
+        if fds.next().is_some() {
+            return Err(HandshakeError::Descriptors);
+        }
+        let uffd = Userfaultfd::try_from(fd).map_err(HandshakeError::NoUserfaultfd)?;
+        let mut polled = [PollFd::new(&uffd, PollFlags::IN)];
+        poll(&mut polled, Some(&Timespec::default()))?;
+        if polled[0].revents().contains(PollFlags::ERR) {
+            return Err(HandshakeError::Blocking);
+        }
+        let regions = Regions::new(&regions, pages)?;
+        Ok(Self { regions, uffd })
+    }
+}
+
+/// The whole message, which may come in pieces, and its descriptors.
+fn receive(
+    socket: &UnixStream,
+    patience: Duration,
+) -> Result<(Vec<RegionMessage>, Vec<OwnedFd>), HandshakeError> {
+    let until = Instant::now() + patience;
+    let (mut text, mut fds, mut empty) = (Vec::new(), Vec::new(), 0);
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        let wait = Timespec::try_from(left).map_err(|_| Errno::INVAL)?;
+        match poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&wait)) {
+            Ok(ready) if ready == 0 || left.is_zero() => {
+                return Err(HandshakeError::Late(patience));
+            }
+            Ok(_) => {}
+            Err(Errno::INTR) => continue,
+            Err(errno) => return Err(errno.into()),
+        }
+        match piece(socket, &mut text, &mut fds)? {
+            0 if text.is_empty() && empty < EMPTY_READS => {
+                empty += 1;
+                std::thread::sleep(PAUSE);
+            }
+            0 => return Err(HandshakeError::Closed(text.len())),
+            _ if text.len() > MESSAGE_MAX => return Err(HandshakeError::Long),
+            // An array ends with this character, and only a whole one is parsed.
+            _ if text.trim_ascii_end().ends_with(b"]") => match serde_json::from_slice(&text) {
+                Err(error) if error.is_eof() => {}
+                Err(error) => return Err(HandshakeError::Json(error)),
+                Ok(regions) => return Ok((regions, fds)),
+            },
+            _ => {}
+        }
+    }
+}
+
+/// Appends what one read returns; the number of its bytes.
+fn piece(socket: &UnixStream, text: &mut Vec<u8>, fds: &mut Vec<OwnedFd>) -> Result<usize, Errno> {
+    let mut bytes = [0; 4096];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut rights = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+    let received = recvmsg(
+        socket,
+        &mut [IoSliceMut::new(&mut bytes)],
+        &mut rights,
+        flags,
+    );
+    let received = match received {
+        Err(Errno::CONNRESET) => 0,
+        Err(errno) => return Err(errno),
+        Ok(received) => received.bytes,
+    };
+    let messages = rights.drain();
+    fds.extend(messages.flat_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(fds) => fds.collect(),
+        _ => Vec::new(),
+    }));
+    text.extend_from_slice(&bytes[..received]);
+    Ok(received)
+}

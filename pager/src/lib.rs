@@ -1,0 +1,52 @@
+//! A guest-memory manager for other VMMs: it fills the memory of their VMs, page by page.
+//!
+//! A VMM such as Firecracker registers its guest's memory with a userfaultfd, connects to the
+//! pager's socket, and sends the descriptor with the addresses. From then on the pager answers the
+//! guest's faults from any [`PageSource`]. One pager serves many VMs:
+//!
+//! ```no_run
+//! use lacuna_addr::PageCount;
+//! use lacuna_pager::{Config, Pager};
+//! use lacuna_source::{MemoryFile, Policy};
+//! use std::os::unix::net::UnixListener;
+//! use std::sync::Arc;
+//!
+//! let pages = PageCount::from_bytes(512 << 20);
+//! let source = MemoryFile::open("/snapshots/memory".as_ref(), pages, Policy::default())?;
+//! let listener = UnixListener::bind("/run/pager.socket")?;
+//! let pager = Pager::start(listener, Arc::new(source), pages, Config::default())?;
+//! println!("{} VMs", pager.stats().vms);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//! A page that the VM has taken away, as by a balloon, gets zeros at its next fault, and never its
+//! old content. A page that the source has lost never gets zeros: [`WhenLost`] decides. The pager
+//! never closes the userfaultfd of a VM before the VM ends, because its missing pages would become
+//! zeros. `docs/pager.md` has the limits.
+//!
+//! | file | job |
+//! |---|---|
+//! | `pager`, `config` | accepts VMs; the settings |
+//! | `handshake`, `regions`, `peer_process` | the VMM's message, checked; its process |
+//! | `service` | the event thread of one VM |
+//! | `vm`, `units` | what is done about an event or an answer; the states of pages |
+//! | `placing` | one placement by userfaultfd, and the kernel's answers |
+//! | `stats` | counters |
+//!
+//! [`PageSource`]: lacuna_source::PageSource
+#![forbid(unsafe_code)]
+
+mod config;
+mod handshake;
+mod pager;
+mod peer_process;
+mod placing;
+mod regions;
+mod service;
+mod stats;
+mod units;
+mod vm;
+
+pub use config::{Config, Report, WhenLost};
+pub use handshake::HandshakeError;
+pub use pager::Pager;
+pub use stats::{PagerCounts, PagerStats, VmStats};

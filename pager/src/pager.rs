@@ -1,0 +1,193 @@
+//! Accepts VMs, and serves each on a thread of its own.
+
+use crate::config::Config;
+use crate::handshake::{Handshake, HandshakeError};
+use crate::peer_process::PeerProcess;
+use crate::service::serve;
+use crate::stats::{PagerCounts, PagerStats, VmStats};
+use crate::vm::Vm;
+use lacuna_addr::PageCount;
+use lacuna_source::PageSource;
+use lacuna_sync::{Mutex, join, lock, lock_order};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// The pause after a connection that could not be accepted.
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// Serves VMs. Dropping it ends the acceptance of VMs. The served ones are served until they end,
+/// on threads of their own, because nothing but their end makes it safe to close their
+/// userfaultfds.
+pub struct Pager {
+    shared: Arc<PagerShared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct PagerShared {
+    source: Arc<dyn PageSource>,
+    pages: PageCount,
+    config: Config,
+    /// Wakes the accepting thread at the end.
+    bell: OwnedFd,
+    stop: AtomicBool,
+    accepted: AtomicU64,
+    refused: AtomicU64,
+    vms: Mutex<Vms, lock_order::PagerVms>,
+}
+
+#[derive(Default)]
+struct Vms {
+    next: u64,
+    all: BTreeMap<u64, Arc<Vm>>,
+    /// The counters of the ended VMs.
+    ended: PagerCounts,
+}
+
+impl Pager {
+    /// Serves each VM that connects to `listener`, from the `pages` pages of `source`.
+    ///
+    /// # Errors
+    /// No descriptor or thread is left.
+    pub fn start(
+        listener: UnixListener,
+        source: Arc<dyn PageSource>,
+        pages: PageCount,
+        config: Config,
+    ) -> io::Result<Self> {
+        listener.set_nonblocking(true)?;
+        let shared = Arc::new(PagerShared {
+            source,
+            pages,
+            config,
+            bell: eventfd(0, EventfdFlags::CLOEXEC)?,
+            stop: AtomicBool::new(false),
+            accepted: AtomicU64::new(0),
+            refused: AtomicU64::new(0),
+            vms: Mutex::default(),
+        });
+        let accepts = Arc::clone(&shared);
+        let named = std::thread::Builder::new().name("lacuna-pager".into());
+        let thread = named.spawn(move || accepts.accept(&listener))?;
+        Ok(Self {
+            shared,
+            thread: Some(thread),
+        })
+    }
+
+    /// Accepts no VM any more. The socket is closed.
+    pub fn stop_accepting(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        // It fails only if the counter is full: then the thread wakes up anyway.
+        let _ = rustix::io::write(&self.shared.bell, &1u64.to_ne_bytes());
+        self.thread.take().into_iter().for_each(join);
+    }
+
+    /// Its counters now.
+    pub fn stats(&self) -> PagerStats {
+        let vms = lock(&self.shared.vms);
+        let mut counts = vms.ended;
+        let all: Vec<_> = vms.all.values().cloned().collect();
+        drop(vms);
+        all.iter().for_each(|vm| counts.merge(&vm.counts()));
+        PagerStats {
+            vms: all.len() as u64,
+            accepted: self.shared.accepted.load(Ordering::Relaxed),
+            refused: self.shared.refused.load(Ordering::Relaxed),
+            counts,
+        }
+    }
+
+    /// The VMs served now, in the order of their connections.
+    pub fn vms(&self) -> Vec<VmStats> {
+        let all: Vec<_> = lock(&self.shared.vms).all.values().cloned().collect();
+        all.iter().map(|vm| vm.stats()).collect()
+    }
+}
+
+impl Drop for Pager {
+    fn drop(&mut self) {
+        self.stop_accepting();
+    }
+}
+
+impl PagerShared {
+    fn accept(self: &Arc<Self>, listener: &UnixListener) {
+        while !self.stop.load(Ordering::Acquire) {
+            let mut fds = [
+                PollFd::new(listener, PollFlags::IN),
+                PollFd::new(&self.bell, PollFlags::IN),
+            ];
+            // After an interruption the loop continues, as without a connection.
+            let _ = poll(&mut fds, None);
+            match listener.accept() {
+                Ok((socket, _)) => self.start(socket),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                // No descriptor is left: another one may be closed meanwhile.
+                Err(_) => std::thread::sleep(PAUSE),
+            }
+        }
+    }
+
+    fn start(self: &Arc<Self>, socket: UnixStream) {
+        let shared = Arc::clone(self);
+        let named = std::thread::Builder::new().name("lacuna-pager-vm".into());
+        let started = named.spawn(move || {
+            if let Err(refusal) = shared.handle(&socket) {
+                shared.refuse(&refusal.to_string());
+            }
+        });
+        if let Err(error) = started {
+            self.refuse(&format!(
+                "there is no thread for it ({error}): raise `ulimit -u`"
+            ));
+        }
+    }
+
+    fn refuse(&self, reason: &str) {
+        self.refused.fetch_add(1, Ordering::Relaxed);
+        let text = format!("refused a VM: {reason}");
+        tracing::warn!(target: "lacuna::pager", "{text}");
+        (self.config.report)(&text);
+    }
+
+    /// Serves the VM behind `socket` until it ends.
+    fn handle(&self, socket: &UnixStream) -> Result<(), HandshakeError> {
+        let process = PeerProcess::of(socket, &self.config.users)?;
+        let message = Handshake::receive(socket, self.pages, self.config.patience)?;
+        let uffd = Arc::new(message.uffd);
+        let memory = (message.regions, Arc::clone(&uffd));
+        let lost = (self.config.when_lost, Arc::clone(&self.config.report));
+        let vm = Arc::new(Vm::new(memory, process, Arc::clone(&self.source), lost)?);
+        let number = self.add(&vm);
+        tracing::info!(target: "lacuna::pager", pid = vm.pid(), "serves a VM");
+        serve(&vm, &uffd, socket);
+        vm.end();
+        self.remove(number, &vm.counts());
+        tracing::info!(target: "lacuna::pager", pid = vm.pid(), "the VM has ended");
+        Ok(())
+    }
+
+    fn add(&self, vm: &Arc<Vm>) -> u64 {
+        self.accepted.fetch_add(1, Ordering::Relaxed);
+        let mut vms = lock(&self.vms);
+        let number = vms.next;
+        vms.next += 1;
+        vms.all.insert(number, Arc::clone(vm));
+        number
+    }
+
+    fn remove(&self, number: u64, counts: &PagerCounts) {
+        let mut vms = lock(&self.vms);
+        vms.ended.merge(counts);
+        let ended = vms.all.remove(&number);
+        drop(vms);
+        drop(ended);
+    }
+}

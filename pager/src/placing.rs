@@ -1,0 +1,85 @@
+//! Puts units in place by userfaultfd.
+
+use crate::regions::Unit;
+use lacuna_addr::{HvaRange, PAGE_SIZE};
+use lacuna_sys::{Errno, Partial, Userfaultfd, Waiters};
+
+/// What is put in place of a missing unit.
+#[derive(Clone, Copy, Debug)]
+pub enum Put<'a> {
+    /// These pages, as many as the unit has.
+    Pages(&'a [[u8; PAGE_SIZE]]),
+    /// Zeros.
+    Zeros,
+    /// Poison: each access gets `SIGBUS`.
+    Poison,
+}
+
+/// The result of a placement.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Placed {
+    /// All of the unit is in place, and its threads are woken.
+    Whole,
+    /// As `Whole`, but a page was in place before.
+    Found,
+    /// Not now, for this reason. The unit is in place up to this page.
+    Later(Errno, usize),
+    /// The VM no longer has this memory. Its threads are woken.
+    Unmapped,
+    /// The VM's process is ending.
+    Ended,
+    /// The kernel refuses it.
+    Refused(Errno),
+}
+
+/// Places `put` at the missing pages of `unit`, from its page `from` on.
+pub fn place(uffd: &Userfaultfd, unit: &Unit, put: Put<'_>, from: usize) -> Placed {
+    let (pages, mut at, mut found) = (unit.memory.pages() as usize, from, false);
+    let zeros = match put {
+        Put::Zeros => vec![[0; PAGE_SIZE]; pages],
+        Put::Pages(_) | Put::Poison => Vec::new(),
+    };
+    while at < pages {
+        let start = unit.memory.start().checked_add_pages(at as u64);
+        let rest = start.and_then(|start| HvaRange::new(start, (pages - at) as u64));
+        let rest = rest.expect("in the unit");
+        let placed = match put {
+            Put::Pages(content) => uffd.place(&content[at..], rest.start(), Waiters::Wake),
+            Put::Zeros => uffd.place(&zeros[at..], rest.start(), Waiters::Wake),
+            Put::Poison => uffd
+                .poison(rest)
+                .map_err(|errno| Partial { done: 0, errno }),
+        };
+        let Err(Partial { done, errno }) = placed else {
+            break;
+        };
+        at += done;
+        match errno {
+            // The pages behind it may be missing, unless this is a huge page: see below.
+            Errno::EXIST => (at, found) = (at + 1, true),
+            // The kernel takes no part of a huge page, so the page that was found is all.
+            Errno::INVAL if found => break,
+            Errno::AGAIN | Errno::NOMEM | Errno::NOSPC => return Placed::Later(errno, at),
+            Errno::SRCH => return Placed::Ended,
+            Errno::NOENT => {
+                wake(uffd, unit);
+                return Placed::Unmapped;
+            }
+            errno => return Placed::Refused(errno),
+        }
+    }
+    match found {
+        // The call that has placed the page may have woken no thread.
+        true => {
+            wake(uffd, unit);
+            Placed::Found
+        }
+        false => Placed::Whole,
+    }
+}
+
+/// Lets the threads that wait for the unit try again.
+pub fn wake(uffd: &Userfaultfd, unit: &Unit) {
+    // It fails if the process has ended, so no thread waits.
+    let _ = uffd.wake_all(unit.memory);
+}

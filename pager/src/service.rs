@@ -1,0 +1,90 @@
+//! The event thread of one VM.
+
+use crate::vm::Vm;
+use lacuna_sys::{Errno, Userfaultfd};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The pause before a placement is repeated, at first and at most. It doubles from one to the next.
+const PAUSE: Duration = Duration::from_millis(1);
+const PAUSE_MAX: Duration = Duration::from_millis(64);
+
+/// Answers the faults of `vm` until the VMM closes its connection, or its process ends. An error of
+/// the pager ends the answers, but not this call: if the userfaultfd were closed, missing pages
+/// would become zeros.
+pub fn serve(vm: &Arc<Vm>, uffd: &Userfaultfd, socket: &UnixStream) {
+    let (mut faults, mut pause) = (Vec::new(), None);
+    let mut error = None;
+    while !vm.has_ended() {
+        let ready = match Ready::wait(uffd, socket, vm, (error.is_some(), pause)) {
+            Ok(ready) => ready,
+            Err(Errno::INTR) => continue,
+            // The host has no memory for the call.
+            Err(_) => {
+                std::thread::sleep(PAUSE);
+                continue;
+            }
+        };
+        if ready.is_over {
+            return;
+        }
+        if error.is_some() {
+            continue;
+        }
+        if ready.has_failed {
+            error = Some(Errno::IO);
+        } else if let Err(errno) = vm.read_events(&mut faults) {
+            error = Some(errno);
+        }
+        if let Some(errno) = error {
+            vm.hold(&format!("its events cannot be read ({errno})"));
+        }
+        faults.drain(..).for_each(|address| vm.fault(address));
+        pause = match (vm.repeat(), pause) {
+            (false, _) => None,
+            (true, None) => Some(PAUSE),
+            (true, Some(pause)) => Some(PAUSE_MAX.min(pause * 2)),
+        };
+    }
+}
+
+/// What there is to do.
+struct Ready {
+    /// The VMM has closed its connection, or has ended.
+    is_over: bool,
+    /// The descriptor has no events any more.
+    has_failed: bool,
+}
+
+impl Ready {
+    /// Waits for an event, for the bell, or for the end of the pause. Without a descriptor that
+    /// works, only for the end of the connection.
+    fn wait(
+        uffd: &Userfaultfd,
+        socket: &UnixStream,
+        vm: &Vm,
+        (has_failed, pause): (bool, Option<Duration>),
+    ) -> Result<Self, Errno> {
+        let mut fds = [
+            PollFd::new(socket, PollFlags::RDHUP),
+            PollFd::from_borrowed_fd(vm.bell(), PollFlags::IN),
+            PollFd::from_borrowed_fd(uffd.as_fd(), PollFlags::IN),
+        ];
+        let polled = if has_failed { 1 } else { fds.len() };
+        let pause = pause.and_then(|pause| Timespec::try_from(pause).ok());
+        poll(&mut fds[..polled], pause.as_ref())?;
+        let is_ready = |at: usize, flags| fds[at].revents().intersects(flags);
+        if is_ready(1, PollFlags::IN) {
+            // Empty: another thread cannot have read it, so it is full again soon.
+            let _ = rustix::io::read(vm.bell(), &mut [0; 8]);
+        }
+        let ended = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL;
+        Ok(Self {
+            is_over: is_ready(0, ended),
+            has_failed: is_ready(2, PollFlags::ERR | PollFlags::HUP | PollFlags::NVAL),
+        })
+    }
+}

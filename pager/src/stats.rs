@@ -1,0 +1,121 @@
+//! What the pager counts.
+
+use lacuna_metrics::{Kind, Metrics, Value, counters};
+use lacuna_source::SourceStats;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+counters! {
+    /// The counters of one VM, or of all VMs together, at about one moment.
+    pub struct PagerCounts as "lacuna_pager" {
+        /// Faults read.
+        counter faults,
+        /// Units whose content was placed: pages of 4 KiB, 2 MiB or 1 GiB.
+        counter placed,
+        /// Faults answered with zeros, because the VM took the page away.
+        counter zeros,
+        /// Removals and unmappings read.
+        counter removals,
+        /// Placements that found a page.
+        counter exists,
+        /// Placements that waited for an unread event (EAGAIN).
+        counter again,
+        /// Placements that waited for memory (ENOMEM, ENOSPC).
+        counter no_memory,
+        /// Units lost.
+        counter lost,
+        /// Faults at addresses that the VMM did not announce.
+        counter outside,
+    }
+}
+
+/// The name of a counter.
+#[derive(Clone, Copy, Debug)]
+pub enum Count {
+    Faults,
+    Placed,
+    Zeros,
+    Removals,
+    Exists,
+    Again,
+    NoMemory,
+    Lost,
+    Outside,
+}
+
+/// The counters of one VM.
+#[derive(Default)]
+pub struct Counts([AtomicU64; Count::Outside as usize + 1]);
+
+impl Counts {
+    pub fn add(&self, count: Count) {
+        self.0[count as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub fn read(&self) -> PagerCounts {
+        let of = |count: Count| self.0[count as usize].load(Ordering::Relaxed);
+        PagerCounts {
+            faults: of(Count::Faults),
+            placed: of(Count::Placed),
+            zeros: of(Count::Zeros),
+            removals: of(Count::Removals),
+            exists: of(Count::Exists),
+            again: of(Count::Again),
+            no_memory: of(Count::NoMemory),
+            lost: of(Count::Lost),
+            outside: of(Count::Outside),
+        }
+    }
+}
+
+/// One VM, at about one moment.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct VmStats {
+    /// The process that has connected.
+    pub pid: i32,
+    /// Bytes of its memory.
+    pub bytes: u64,
+    /// Its counters.
+    pub counts: PagerCounts,
+    /// The pages of 4 KiB that it has asked for. The times begin when a fault is read, and end when
+    /// the page is in place. A placement that has to be repeated ends its page's time at the first
+    /// try.
+    pub pages: SourceStats,
+}
+
+/// A pager, at about one moment.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct PagerStats {
+    /// VMs served now.
+    pub vms: u64,
+    /// VMs served so far.
+    pub accepted: u64,
+    /// Connections refused so far.
+    pub refused: u64,
+    /// The counters of all VMs, also of the ended ones.
+    pub counts: PagerCounts,
+}
+
+impl PagerStats {
+    /// Puts the counters into `to`.
+    pub fn fill(&self, to: &mut Metrics) {
+        let Self {
+            vms,
+            accepted,
+            refused,
+            counts,
+        } = self;
+        let help = "VMs that the pager serves.";
+        to.add(
+            ("lacuna_pager_vms", help, Kind::Gauge),
+            &[],
+            Value::Whole(*vms),
+        );
+        let help = "VMs that the pager has accepted.";
+        let of = ("lacuna_pager_accepted_total", help, Kind::Counter);
+        to.add(of, &[], Value::Whole(*accepted));
+        let help = "Connections that the pager has refused.";
+        let of = ("lacuna_pager_refused_total", help, Kind::Counter);
+        to.add(of, &[], Value::Whole(*refused));
+        counts.fill(to, &[]);
+    }
+}

@@ -1,0 +1,120 @@
+//! The state of each unit of a VM.
+//!
+//! ```text
+//! Missing ──ask──► Asked ──settle: its content was placed──────────────────► Settled
+//!                    └───arrive: the kernel refuses it at present──► Arrived ───┘
+//! any state ──settle: the VM took the page away──► Settled, where a fault gets zeros
+//! any state but Settled ──lose: no content will come──► Lost
+//! ```
+//! A settled unit never gets its old content again. A fault there has one of two reasons: the VM
+//! has taken the page away, or another thread has placed it meanwhile. In the first case zeros are
+//! right, and in the second the kernel refuses them, because the page is there. So one state
+//! serves both.
+
+use std::sync::atomic::{AtomicU8, Ordering};
+
+/// The state of one unit.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+pub enum UnitState {
+    /// No thread has needed it.
+    Missing,
+    /// The source was asked for it, and its content is not in place.
+    Asked,
+    /// Its content has come, and waits to be placed. Other answers are late.
+    Arrived,
+    /// Its content was placed or taken away. A fault gets zeros.
+    Settled,
+    /// There is no content for it. A fault gets what the VM's policy says, never zeros.
+    Lost,
+}
+
+/// The states of all units of a VM, one byte each. The VM's lock orders the changes: see
+/// `Vm::live`.
+pub struct Units(Box<[AtomicU8]>);
+
+impl Units {
+    /// `units` missing units.
+    pub fn new(units: u64) -> Self {
+        Self(
+            (0..units)
+                .map(|_| AtomicU8::new(UnitState::Missing as u8))
+                .collect(),
+        )
+    }
+
+    /// The state now. A unit that the VMM has not announced is lost.
+    pub fn get(&self, unit: u64) -> UnitState {
+        match self
+            .word(unit)
+            .map_or(UnitState::Lost as u8, |word| word.load(Ordering::Acquire))
+        {
+            0 => UnitState::Missing,
+            1 => UnitState::Asked,
+            2 => UnitState::Arrived,
+            3 => UnitState::Settled,
+            _ => UnitState::Lost,
+        }
+    }
+
+    /// Whether the unit was missing. It is now asked for.
+    pub fn ask(&self, unit: u64) -> bool {
+        self.change(unit, UnitState::Missing, UnitState::Asked)
+    }
+
+    /// The content has come, and waits.
+    pub fn arrive(&self, unit: u64) {
+        self.change(unit, UnitState::Asked, UnitState::Arrived);
+    }
+
+    /// The content was placed, or taken away. Returns the state before.
+    pub fn settle(&self, unit: u64) -> UnitState {
+        let before = self.get(unit);
+        if let Some(word) = self.word(unit) {
+            word.store(UnitState::Settled as u8, Ordering::Release);
+        }
+        before
+    }
+
+    /// The content will not come. No effect on a settled unit.
+    pub fn lose(&self, unit: u64) {
+        let from = [UnitState::Missing, UnitState::Asked, UnitState::Arrived];
+        let _ = from
+            .into_iter()
+            .any(|from| self.change(unit, from, UnitState::Lost));
+    }
+
+    fn word(&self, unit: u64) -> Option<&AtomicU8> {
+        self.0.get(usize::try_from(unit).ok()?)
+    }
+
+    fn change(&self, unit: u64, from: UnitState, to: UnitState) -> bool {
+        let (from, to) = (from as u8, to as u8);
+        self.word(unit).is_some_and(|word| {
+            word.compare_exchange(from, to, Ordering::AcqRel, Ordering::Relaxed)
+                .is_ok()
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_legal_changes() {
+        let units = Units::new(3);
+        assert!(units.ask(0) && !units.ask(0));
+        assert_eq!(units.settle(0), UnitState::Asked);
+        units.lose(0);
+        assert_eq!(units.get(0), UnitState::Settled);
+        units.arrive(1);
+        assert_eq!(units.get(1), UnitState::Missing);
+        units.lose(1);
+        assert!(!units.ask(1));
+        assert_eq!(units.settle(1), UnitState::Lost);
+        assert_eq!(units.get(2), UnitState::Missing);
+        assert_eq!(units.get(3), UnitState::Lost);
+        assert!(!units.ask(3));
+    }
+}
