@@ -29,7 +29,7 @@
 //! | `handshake`, `regions`, `peer_process` | the VMM's message, checked; its process |
 //! | `service` | the event thread of one VM |
 //! | `vm`, `units` | what is done about an event or an answer; the states of pages |
-//! | `placing` | one placement by userfaultfd, and the kernel's answers |
+//! | `placing`, `waiting` | a placement, and the kernel's answers; placements to repeat |
 //! | `stats` | counters |
 //!
 //! [`PageSource`]: lacuna_source::PageSource
@@ -45,6 +45,7 @@ mod service;
 mod stats;
 mod units;
 mod vm;
+mod waiting;
 
 pub use config::{Config, Report, WhenLost};
 pub use handshake::HandshakeError;

@@ -22,6 +22,9 @@ pub enum Placed {
     Whole,
     /// As `Whole`, but a page was in place before.
     Found,
+    /// The kernel says that the huge page is in place. It says the same of a missing one if the
+    /// host has no huge page left, so the caller must keep the content.
+    Unsure,
     /// Not now, for this reason. The unit is in place up to this page.
     Later(Errno, usize),
     /// The VM no longer has this memory. Its threads are woken.
@@ -57,8 +60,8 @@ pub fn place(uffd: &Userfaultfd, unit: &Unit, put: Put<'_>, from: usize) -> Plac
         match errno {
             // The pages behind it may be missing, unless this is a huge page: see below.
             Errno::EXIST => (at, found) = (at + 1, true),
-            // The kernel takes no part of a huge page, so the page that was found is all.
-            Errno::INVAL if found => break,
+            // The kernel takes no part of a huge page.
+            Errno::INVAL if found => return Placed::Unsure,
             Errno::AGAIN | Errno::NOMEM | Errno::NOSPC => return Placed::Later(errno, at),
             Errno::SRCH => return Placed::Ended,
             Errno::NOENT => {

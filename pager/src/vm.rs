@@ -21,6 +21,7 @@ use crate::placing::{Placed, Put, place, wake};
 use crate::regions::{Regions, Unit};
 use crate::stats::{Count, Counts, PagerCounts, VmStats};
 use crate::units::{UnitState, Units};
+use crate::waiting::{Again, Waiting, WaitingList, WaitingPut};
 use lacuna_addr::{Hva, HvaRange, PAGE_SIZE};
 use lacuna_source::{
     Answer, Failure, Gathered, Gathering, Measured, PageRequest, PageRequester, PageSource,
@@ -50,7 +51,7 @@ pub struct Vm {
     live: RwLock<Option<Live>, lock_order::PagerVm>,
     /// Units of several pages, some of which have arrived.
     gathering: Mutex<HashMap<u64, Gathering>, lock_order::PagerUnits>,
-    waiting: Mutex<Vec<Waiting>, lock_order::PagerWaiting>,
+    waiting: WaitingList,
     /// Wakes the event thread.
     bell: OwnedFd,
     /// The kernel has said that the process is ending.
@@ -73,20 +74,6 @@ struct Live {
     units: Units,
 }
 
-/// A placement that is to be repeated.
-struct Waiting {
-    unit: Unit,
-    put: WaitingPut,
-    /// The first page of the unit that is not in place.
-    from: usize,
-}
-
-enum WaitingPut {
-    Content(Vec<[u8; PAGE_SIZE]>),
-    Zeros,
-    Poison,
-}
-
 impl Vm {
     /// A VM whose pages are all missing.
     ///
@@ -107,7 +94,7 @@ impl Vm {
             report,
             live: RwLock::new(Some(Live { uffd, units })),
             gathering: Mutex::default(),
-            waiting: Mutex::default(),
+            waiting: WaitingList::default(),
             bell: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             has_ended: AtomicBool::new(false),
             counts: Counts::default(),
@@ -158,11 +145,13 @@ impl Vm {
     fn remove(&self, live: &Live, range: HvaRange) {
         self.counts.add(Count::Removals);
         for number in self.regions.within(range) {
-            let before = live.units.settle(number);
-            if matches!(before, UnitState::Asked | UnitState::Arrived) {
-                lock(&self.gathering).remove(&number);
+            match live.units.settle(number) {
+                UnitState::Missing | UnitState::Settled => {}
                 // The waiting threads fault again, and get zeros.
-                wake(&live.uffd, &self.regions.unit(number));
+                UnitState::Asked | UnitState::Arrived | UnitState::Lost => {
+                    lock(&self.gathering).remove(&number);
+                    wake(&live.uffd, &self.regions.unit(number));
+                }
             }
         }
     }
@@ -197,7 +186,7 @@ impl Vm {
                 UnitState::Missing if live.units.ask(unit.number) => {}
                 // The answer wakes the thread.
                 UnitState::Missing | UnitState::Asked | UnitState::Arrived => return,
-                UnitState::Settled => return self.put(live, &unit, (WaitingPut::Zeros, 0)),
+                UnitState::Settled => return self.put(live, &unit, WaitingPut::Zeros),
                 UnitState::Lost => return self.refuse_access(live, &unit),
             }
         }
@@ -231,7 +220,7 @@ impl Vm {
 
     /// Repeats the placements that wait. Returns whether some wait again.
     pub fn repeat(&self) -> bool {
-        let waiting = std::mem::take(&mut *lock(&self.waiting));
+        let waiting = self.waiting.take();
         let live = self.live();
         let Some(live) = &*live else { return false };
         for Waiting { unit, put, from } in waiting {
@@ -240,67 +229,63 @@ impl Vm {
                 (WaitingPut::Zeros, state) => state == UnitState::Settled,
                 (WaitingPut::Poison, state) => state == UnitState::Lost,
             };
-            match is_wanted {
-                true => self.put(live, &unit, (put, from)),
+            if !is_wanted {
                 // Taken away meanwhile. A thread that waits faults again.
-                false => wake(&live.uffd, &unit),
+                wake(&live.uffd, &unit);
+                continue;
+            }
+            match self.place(live, &unit, put.as_put(), from) {
+                // If the page is missing, a thread that needs it faults again, and gets zeros then.
+                Again::Unsure if matches!(put, WaitingPut::Zeros) => {}
+                again => self.waiting.keep(unit, put, again),
             }
         }
-        !lock(&self.waiting).is_empty()
+        !self.waiting.is_empty()
     }
 
     /// Places something, or keeps it for [`Vm::repeat`].
-    fn put(&self, live: &Live, unit: &Unit, (put, from): (WaitingPut, usize)) {
-        let what = match &put {
-            WaitingPut::Content(content) => Put::Pages(content),
-            WaitingPut::Zeros => Put::Zeros,
-            WaitingPut::Poison => Put::Poison,
-        };
-        if let Some(from) = self.place(live, unit, what, from) {
-            let unit = *unit;
-            lock(&self.waiting).push(Waiting { unit, put, from });
-            self.ring();
-        }
+    fn put(&self, live: &Live, unit: &Unit, put: WaitingPut) {
+        let again = self.place(live, unit, put.as_put(), 0);
+        self.waiting.keep(*unit, put, again);
     }
 
-    /// Places something. Returns the page from which on it has to be repeated.
-    fn place(&self, live: &Live, unit: &Unit, put: Put<'_>, from: usize) -> Option<usize> {
-        let placed = place(&live.uffd, unit, put, from);
-        match placed {
+    /// Places something.
+    fn place(&self, live: &Live, unit: &Unit, put: Put<'_>, from: usize) -> Again {
+        match place(&live.uffd, unit, put, from) {
             Placed::Whole => {}
             Placed::Found => self.counts.add(Count::Exists),
+            Placed::Unsure => {
+                wake(&live.uffd, unit);
+                self.short("no huge page is left, or another thread has placed it");
+                return Again::Unsure;
+            }
             Placed::Later(Errno::AGAIN, at) => {
                 self.counts.add(Count::Again);
-                return Some(at);
+                return Again::Later(at);
             }
             Placed::Later(errno, at) => {
-                self.counts.add(Count::NoMemory);
-                let text = format!("waits for a page: the host has no memory for it ({errno})");
-                self.say(Matter::Shortage, &text);
-                return Some(at);
+                self.short(&errno.to_string());
+                return Again::Later(at);
             }
             Placed::Unmapped => {
                 live.units.settle(unit.number);
-                return None;
+                return Again::No;
             }
             Placed::Ended => {
                 self.has_ended.store(true, Ordering::Release);
                 self.ring();
-                return None;
+                return Again::No;
             }
             Placed::Refused(errno) if matches!(put, Put::Poison) => {
                 let text = format!("waits for a lost page, which cannot be poisoned ({errno})");
                 self.say(Matter::Oddity, &text);
-                return None;
+                return Again::No;
             }
             Placed::Refused(errno) => {
                 let at = unit.memory.start();
-                self.lose(
-                    live,
-                    unit,
-                    &format!("the kernel refuses a page at {at} ({errno})"),
-                );
-                return None;
+                let reason = format!("the kernel refuses a page at {at} ({errno})");
+                self.lose(live, unit, &reason);
+                return Again::No;
             }
         }
         match put {
@@ -311,7 +296,13 @@ impl Vm {
             Put::Zeros => self.counts.add(Count::Zeros),
             Put::Poison => {}
         }
-        None
+        Again::No
+    }
+
+    fn short(&self, reason: &str) {
+        self.counts.add(Count::NoMemory);
+        let text = format!("waits for a page: the host has no memory for it ({reason})");
+        self.say(Matter::Shortage, &text);
     }
 
     /// The content of `unit` will not come.
@@ -327,7 +318,7 @@ impl Vm {
         match self.when_lost {
             WhenLost::Hold => {}
             WhenLost::Kill => self.kill(),
-            WhenLost::Poison => self.put(live, unit, (WaitingPut::Poison, 0)),
+            WhenLost::Poison => self.put(live, unit, WaitingPut::Poison),
         }
     }
 
@@ -381,7 +372,7 @@ impl Vm {
             .take();
         drop(live);
         lock(&self.gathering).clear();
-        lock(&self.waiting).clear();
+        drop(self.waiting.take());
         self.source.end("the VM has ended");
     }
 
@@ -424,6 +415,7 @@ impl PageRequester for Vm {
             Err(failure) => {
                 lock(&self.gathering).remove(&unit.number);
                 self.lose(live, &unit, failure.reason);
+                self.ring();
                 return Answer::Taken;
             }
             Ok(content) if unit.memory.pages() == 1 => std::slice::from_ref(content),
@@ -436,10 +428,11 @@ impl PageRequester for Vm {
                 }
             },
         };
-        if let Some(from) = self.place(live, &unit, Put::Pages(pages), 0) {
+        let again = self.place(live, &unit, Put::Pages(pages), 0);
+        if again != Again::No {
             live.units.arrive(unit.number);
-            let put = WaitingPut::Content(pages.to_vec());
-            lock(&self.waiting).push(Waiting { unit, put, from });
+            self.waiting
+                .keep(unit, WaitingPut::Content(pages.to_vec()), again);
             self.ring();
         }
         Answer::Taken

@@ -136,7 +136,7 @@ classes! {
         SourceDeath "External::dead (source)",
         SourceOutage "Outage::reason (source)",
         PagerUnits "Vm::gathering (pager)",
-        PagerWaiting "Vm::waiting (pager)",
+        PagerWaiting "WaitingList (pager)",
         PagerVms "PagerShared::vms (pager)",
         ApfArrivals "Arrivals::list (apf)",
         DirtyCounts "Tracking::counts (mmu)",

@@ -1,7 +1,10 @@
 //! The pager against simulated VMMs, in this process or in a child.
 
+mod ends;
 mod faults;
 mod handshake;
+mod huge;
+mod lost;
 mod random;
 mod removals;
 mod vmm;

@@ -4,7 +4,11 @@ use lacuna_addr::{Hva, HvaRange, Level, PAGE_SIZE, PageCount};
 use lacuna_pager::{Config, Pager};
 use lacuna_source::{HandlerRegion, PageRequest, PageSource, SourcePage, send_regions};
 use lacuna_sys::{Errno, Userfaultfd};
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
+use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
+use rustix::mm::{
+    Advice, MapFlags, ProtFlags, UserfaultfdFlags, madvise, mmap_anonymous, userfaultfd,
+};
+use std::ffi::c_void;
 use std::os::fd::AsFd as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
@@ -27,12 +31,28 @@ pub struct Memory {
 impl Memory {
     /// Private memory at a multiple of `align` bytes.
     pub fn anonymous(pages: u64, align: u64) -> Self {
-        let bytes = pages as usize * PAGE_SIZE + align as usize;
+        let room = pages + align / PAGE_SIZE as u64;
+        let start = Self::mapped(room, MapFlags::PRIVATE).start;
+        Self {
+            start: start.next_multiple_of(align),
+            pages,
+        }
+    }
+
+    /// A new mapping.
+    pub fn mapped(pages: u64, flags: MapFlags) -> Self {
+        let bytes = pages as usize * PAGE_SIZE;
         let (null, prot) = (ptr::null_mut(), ProtFlags::READ | ProtFlags::WRITE);
         // SAFETY: 1. a new mapping at an address of the kernel's choice.
-        let at = unsafe { mmap_anonymous(null, bytes, prot, MapFlags::PRIVATE) };
-        let start = (at.unwrap().expose_provenance() as u64).next_multiple_of(align);
+        let at = unsafe { mmap_anonymous(null, bytes, prot, flags) };
+        let start = at.unwrap().expose_provenance() as u64;
         Self { start, pages }
+    }
+
+    /// Where page `page` is.
+    pub fn at(self, page: u64) -> *mut c_void {
+        let at = self.start as usize + page as usize * PAGE_SIZE;
+        ptr::with_exposed_provenance_mut(at)
     }
 
     pub fn range(self) -> HvaRange {
@@ -71,11 +91,7 @@ impl Memory {
     /// Takes pages away. Waits until the event is read, if the descriptor reports it.
     pub fn discard(self, page: u64, pages: u64) {
         assert!(page + pages <= self.pages);
-        let at = self.start as usize + page as usize * PAGE_SIZE;
-        let (at, bytes) = (
-            ptr::with_exposed_provenance_mut(at),
-            pages as usize * PAGE_SIZE,
-        );
+        let (at, bytes) = (self.at(page), pages as usize * PAGE_SIZE);
         // SAFETY: 1. in the memory, whose bytes are accessed by atomics alone.
         unsafe { madvise(at, bytes, Advice::LinuxDontNeed) }.unwrap();
     }
@@ -93,6 +109,21 @@ pub fn or_skip(uffd: Result<Userfaultfd, Errno>) -> Userfaultfd {
 pub fn removals() -> Userfaultfd {
     or_skip(Userfaultfd::open_user_with_removals())
 }
+
+/// A descriptor with `features` of `linux/userfaultfd.h`.
+pub fn with_features(features: u64) -> Userfaultfd {
+    let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
+    // SAFETY: 1. it acts on no memory before `register`.
+    let fd = unsafe { userfaultfd(flags) };
+    let fd = fd.unwrap_or_else(|errno| lacuna_skip::skip_test(errno));
+    let mut api = [0xaa, features, 0];
+    // SAFETY: 1. UFFDIO_API takes a `struct uffdio_api`, which is three u64.
+    let enabled = unsafe { ioctl(&fd, Updater::<API, [u64; 3]>::new(&mut api)) };
+    enabled.unwrap_or_else(|errno| lacuna_skip::skip_test(errno));
+    Userfaultfd::try_from(fd).unwrap()
+}
+
+const API: Opcode = opcode::read_write::<[u64; 3]>(0xaa, 0x3f);
 
 /// A VMM with one region. Dropping it closes its connection.
 pub struct Vmm {
