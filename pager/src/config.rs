@@ -1,6 +1,6 @@
 //! The settings of a pager.
 
-use rustix::process::getuid;
+use rustix::process::geteuid;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -40,7 +40,7 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             when_lost: WhenLost::default(),
-            users: vec![getuid().as_raw()],
+            users: vec![geteuid().as_raw()],
             patience: Duration::from_secs(5),
             report: Arc::new(|_| {}),
         }

@@ -81,12 +81,11 @@ impl Pager {
         })
     }
 
-    /// Accepts no VM any more. The socket is closed.
-    pub fn stop_accepting(&mut self) {
+    /// Accepts no VM any more, and closes the socket.
+    pub fn stop_accepting(&self) {
         self.shared.stop.store(true, Ordering::Release);
         // It fails only if the counter is full: then the thread wakes up anyway.
         let _ = rustix::io::write(&self.shared.bell, &1u64.to_ne_bytes());
-        self.thread.take().into_iter().for_each(join);
     }
 
     /// Its counters now.
@@ -114,6 +113,7 @@ impl Pager {
 impl Drop for Pager {
     fn drop(&mut self) {
         self.stop_accepting();
+        self.thread.take().into_iter().for_each(join);
     }
 }
 
@@ -137,40 +137,44 @@ impl PagerShared {
 
     fn start(self: &Arc<Self>, socket: UnixStream) {
         let shared = Arc::clone(self);
+        let process = match PeerProcess::of(&socket) {
+            Ok(process) => process,
+            Err(errno) => return self.refuse(0, &HandshakeError::from(errno).to_string()),
+        };
+        let pid = process.pid();
         let named = std::thread::Builder::new().name("lacuna-pager-vm".into());
         let started = named.spawn(move || {
-            if let Err(refusal) = shared.handle(&socket) {
-                shared.refuse(&refusal.to_string());
+            if let Err(refusal) = shared.handle(&socket, process) {
+                shared.refuse(pid, &refusal.to_string());
             }
         });
         if let Err(error) = started {
-            self.refuse(&format!(
-                "there is no thread for it ({error}): raise `ulimit -u`"
-            ));
+            let reason = format!("there is no thread for it ({error}): raise `ulimit -u`");
+            self.refuse(pid, &reason);
         }
     }
 
-    fn refuse(&self, reason: &str) {
+    fn refuse(&self, pid: i32, reason: &str) {
         self.refused.fetch_add(1, Ordering::Relaxed);
-        let text = format!("refused a VM: {reason}");
+        let text = format!("refused the VM of process {pid}: {reason}");
         tracing::warn!(target: "lacuna::pager", "{text}");
         (self.config.report)(&text);
     }
 
     /// Serves the VM behind `socket` until it ends.
-    fn handle(&self, socket: &UnixStream) -> Result<(), HandshakeError> {
-        let process = PeerProcess::of(socket, &self.config.users)?;
+    fn handle(&self, socket: &UnixStream, process: PeerProcess) -> Result<(), HandshakeError> {
+        process.check(&self.config.users)?;
         let message = Handshake::receive(socket, self.pages, self.config.patience)?;
         let uffd = Arc::new(message.uffd);
         let memory = (message.regions, Arc::clone(&uffd));
         let lost = (self.config.when_lost, Arc::clone(&self.config.report));
         let vm = Arc::new(Vm::new(memory, process, Arc::clone(&self.source), lost)?);
-        let number = self.add(&vm);
-        tracing::info!(target: "lacuna::pager", pid = vm.pid(), "serves a VM");
+        let (number, pid) = (self.add(&vm), vm.pid());
+        tracing::info!(target: "lacuna::pager", pid, "serves a VM");
         serve(&vm, &uffd, socket);
         vm.end();
         self.remove(number, &vm.counts());
-        tracing::info!(target: "lacuna::pager", pid = vm.pid(), "the VM has ended");
+        tracing::info!(target: "lacuna::pager", pid, "the VM has ended");
         Ok(())
     }
 

@@ -10,27 +10,35 @@ use std::os::unix::net::UnixStream;
 /// The process that has connected.
 pub struct PeerProcess {
     pid: Pid,
+    user: u32,
     /// Opened while the connection exists, so that a later process with the same number is safe.
     /// `None`: it cannot be signalled.
     pidfd: Option<OwnedFd>,
 }
 
 impl PeerProcess {
-    /// The process behind `socket`, if its user is one of `users`.
+    /// The process behind `socket`.
+    ///
+    /// # Errors
+    /// As `getsockopt(2)`.
+    pub fn of(socket: &UnixStream) -> Result<Self, Errno> {
+        let peer = socket_peercred(socket)?;
+        Ok(Self {
+            pid: peer.pid,
+            user: peer.uid.as_raw(),
+            pidfd: pidfd_open(peer.pid, PidfdFlags::empty()).ok(),
+        })
+    }
+
+    /// Checks that its user is one of `users`.
     ///
     /// # Errors
     /// It has another user.
-    pub fn of(socket: &UnixStream, users: &[u32]) -> Result<Self, HandshakeError> {
-        let peer = socket_peercred(socket)?;
-        let user = peer.uid.as_raw();
-        if !users.contains(&user) {
-            return Err(HandshakeError::User(user));
+    pub fn check(&self, users: &[u32]) -> Result<(), HandshakeError> {
+        match users.contains(&self.user) {
+            true => Ok(()),
+            false => Err(HandshakeError::User(self.user)),
         }
-        let pidfd = pidfd_open(peer.pid, PidfdFlags::empty()).ok();
-        Ok(Self {
-            pid: peer.pid,
-            pidfd,
-        })
     }
 
     /// Its number.

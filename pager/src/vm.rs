@@ -112,10 +112,10 @@ impl Vm {
         let Some(live) = &mut *live else {
             return Ok(());
         };
-        let mut events = Vec::new();
+        let (mut events, mut read) = (Vec::new(), Ok(()));
         for _ in 0..READS {
             let before = events.len();
-            live.uffd.events(&mut events)?;
+            read = live.uffd.events(&mut events);
             if events.len() == before {
                 break;
             }
@@ -139,7 +139,7 @@ impl Vm {
                 }
             }
         }
-        Ok(())
+        read
     }
 
     fn remove(&self, live: &Live, range: HvaRange) {
