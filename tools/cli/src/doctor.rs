@@ -39,30 +39,32 @@ pub struct Check {
 }
 
 impl Check {
-    fn ok(id: &'static str, found: impl Into<String>) -> Self {
+    fn ok(found: impl Into<String>) -> Self {
         Self {
-            id,
+            id: "",
             state: State::Ok,
             found: found.into(),
             advice: None,
         }
     }
 
-    fn limited(id: &'static str, found: impl Into<String>, advice: impl Into<String>) -> Self {
-        let advice = Some(advice.into());
+    fn limited(found: impl Into<String>, advice: impl Into<String>) -> Self {
         Self {
-            id,
             state: State::Limited,
-            found: found.into(),
-            advice,
+            advice: Some(advice.into()),
+            ..Self::ok(found)
         }
     }
 
-    fn missing(id: &'static str, found: impl Into<String>, advice: impl Into<String>) -> Self {
+    fn missing(found: impl Into<String>, advice: impl Into<String>) -> Self {
         Self {
             state: State::Missing,
-            ..Self::limited(id, found, advice)
+            ..Self::limited(found, advice)
         }
+    }
+
+    fn named(self, id: &'static str) -> Self {
+        Self { id, ..self }
     }
 }
 
@@ -81,19 +83,19 @@ pub struct Diagnosis {
 pub fn examine(swap_dir: &Path) -> Diagnosis {
     let host = HostInfo::detect();
     let mut checks = vec![
-        checks::cpu(&host),
-        checks::memory(),
-        checks::cgroup(),
-        checks::swap(swap_dir),
-        checks::io_uring(),
-        checks::huge_pages(),
-        checks::hugetlbfs(),
-        checks::userfaultfd(),
-        checks::kvm(),
+        checks::cpu(&host).named("cpu"),
+        checks::memory().named("memory"),
+        checks::cgroup().named("cgroup"),
+        checks::swap(swap_dir).named("swap"),
+        checks::io_uring().named("io_uring"),
+        checks::huge_pages().named("huge_pages"),
+        checks::hugetlbfs().named("hugetlbfs"),
+        checks::userfaultfd().named("userfaultfd"),
+        checks::kvm().named("kvm"),
     ];
     checks.extend(checks::kvm_memory());
     checks.extend(checks::kvm_writes());
-    checks.extend([checks::compiler(), checks::qemu()]);
+    checks.extend([checks::compiler().named("cc"), checks::qemu().named("qemu")]);
     Diagnosis {
         schema: SCHEMA,
         host,
@@ -167,8 +169,8 @@ mod tests {
     fn text_is_aligned_and_json_is_stable() {
         let mut diagnosis = examine(Path::new("/nonexistent"));
         diagnosis.checks = vec![
-            Check::ok("memory", "24G"),
-            Check::missing("kvm", "/dev/kvm is not there", "turn it on"),
+            Check::ok("24G").named("memory"),
+            Check::missing("/dev/kvm is not there", "turn it on").named("kvm"),
         ];
         let text = diagnosis.to_text();
         let expected = "memory       ok       24G\nkvm          missing  /dev/kvm is not there\n\

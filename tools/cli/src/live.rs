@@ -14,9 +14,10 @@ use std::io::IsTerminal;
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use lacuna_lab::report::{short, time};
+use lacuna_lab::stalls::VcpuStalls;
 use rustix::termios::tcgetwinsize;
 
-use crate::sample::{Apf, Dirty, DirtyCounts, Huge, RunSample, Stalls, Thread};
+use crate::sample::{Apf, Dirty, DirtyCounts, Huge, RunSample, Thread};
 use crate::size::Size;
 use lacuna_control::Pages;
 
@@ -337,8 +338,8 @@ fn dirty_line(dirty: &Dirty) -> String {
     }
 }
 
-fn stall_line(stalls: &Stalls) -> String {
-    let Stalls {
+fn stall_line(stalls: &VcpuStalls) -> String {
+    let VcpuStalls {
         vcpu,
         count,
         p50_ns,
@@ -394,7 +395,7 @@ mod tests {
             swap_out: 640,
             faults: vec![faults("zero", 131_072), faults("major", 81_000)],
             exits: vec![[("mmio", 0), ("io", 7)].into(), [("io", 5)].into()],
-            stalls: vec![Stalls {
+            stalls: vec![VcpuStalls {
                 vcpu: 0,
                 count: 81_000,
                 p50_ns: 900,

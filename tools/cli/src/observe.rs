@@ -1,12 +1,14 @@
 //! From a running VM to a [`RunSample`].
 
 use crate::pages::GuestPages;
-use crate::sample::{Apf, Dirty, DirtyCounts, Faults, GuestApf, Huge, RunSample, Stalls, Thread};
+use crate::sample::{Apf, Dirty, DirtyCounts, Faults, GuestApf, Huge, RunSample, Thread};
 use lacuna::dirty::{Delivery, DetectionChoice, DirtyStats};
 use lacuna::memory::{HostError, HostStats};
 use lacuna::soft::ApfStats;
 use lacuna::{DirtyTracking, ExitKind, Gpa, Nanos, PageCount, PlatformDevices, RunEnd, VmStats};
 use lacuna_guest::status::{self, Kind, Status};
+use lacuna_lab::host_info::kib;
+use lacuna_lab::stalls::VcpuStalls;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -243,21 +245,7 @@ fn count_host(last: &mut RunSample, host: &HostStats, stalls: &[lacuna::soft::St
         fault("shared", host.faults_shared_ticket),
         fault("rescued", host.faults_rescued),
     ];
-    last.stalls = (0..)
-        .zip(stalls)
-        .map(|(vcpu, stalls)| stall(vcpu, stalls))
-        .collect();
-}
-
-fn stall(vcpu: u32, stalls: &lacuna::soft::Stalls) -> Stalls {
-    let [p50_ns, p99_ns, p999_ns] = [0.5, 0.99, 0.999].map(|q| stalls.quantile_ns(q));
-    Stalls {
-        vcpu,
-        count: stalls.count(),
-        p50_ns,
-        p99_ns,
-        p999_ns,
-    }
+    last.stalls = VcpuStalls::of_all(stalls);
 }
 
 /// A copy of the guest's status pages by `read`, if the guest announced them.
@@ -306,9 +294,7 @@ const fn kind(kind: Kind) -> &'static str {
 /// This process's highest resident memory in bytes (`VmHWM`, proc(5)): frames, tables and program.
 fn peak_resident() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-    let kib = line.and_then(|line| line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok());
-    kib.unwrap_or(0) << 10
+    kib(&status, "VmHWM").unwrap_or(0)
 }
 
 #[cfg(test)]

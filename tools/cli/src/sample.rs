@@ -8,6 +8,7 @@ use lacuna::migrate::session::{Migrated, MissingRange};
 use lacuna::migrate::stream::Mode;
 use lacuna_control::Pages;
 use lacuna_lab::host_info::HostInfo;
+use lacuna_lab::stalls::VcpuStalls;
 use serde::Serialize;
 
 /// The counters of a run at one moment. All counts are since its start.
@@ -35,7 +36,7 @@ pub struct RunSample {
     /// The exits of each vCPU to the VMM, by the names of [`lacuna::ExitKind`].
     pub exits: Vec<BTreeMap<&'static str, u64>>,
     /// How long each vCPU was stopped by missing pages.
-    pub stalls: Vec<Stalls>,
+    pub stalls: Vec<VcpuStalls>,
     /// Pages of 2 MiB; `None` where the host makes none (`--thp never`).
     pub huge: Option<Huge>,
     /// Asynchronous page faults; `None` where the guest is not offered them.
@@ -139,21 +140,6 @@ pub struct Faults {
     pub kind: String,
     /// How many.
     pub count: u64,
-}
-
-/// The stalls of one vCPU: it could not run because of a missing page.
-#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
-pub struct Stalls {
-    /// Index of the vCPU.
-    pub vcpu: u32,
-    /// How many.
-    pub count: u64,
-    /// Half of them were at most this long, in nanoseconds.
-    pub p50_ns: u64,
-    /// 99 of 100 were at most this long.
-    pub p99_ns: u64,
-    /// 999 of 1000 were at most this long.
-    pub p999_ns: u64,
 }
 
 /// How a run ended, as `lacuna run --json` writes it.

@@ -12,10 +12,10 @@ use crate::experiment::{LabError, LabResult};
 use crate::native::thread_cpu_ns;
 use crate::result::Measurement;
 use lacuna::boot::Segment;
-use lacuna::dirty::Delivery;
 use lacuna::soft::{Vcpu, Vm, VmBuilder};
 use lacuna::{
     Apf, Arch, Clock, Exit, Gpa, HostClock, Image, Layout, PAGE_SIZE, PageCount, Vm as _, VmConfig,
+    kvm,
 };
 use std::sync::Arc;
 use std::thread::ScopedJoinHandle;
@@ -48,6 +48,15 @@ pub fn resident(mib: u64, vcpus: usize) -> VmBuilder {
     builder(memory, frames, vcpus)
 }
 
+/// A VM on `/dev/kvm` with `memory`, all of it resident, and no async page faults.
+pub fn on_kvm(memory: PageCount, vcpus: usize) -> kvm::VmBuilder {
+    kvm::VmBuilder {
+        vcpus,
+        apf: Apf::Off,
+        ..kvm::VmBuilder::new(memory, memory)
+    }
+}
+
 /// The address of page number `page` of a source, in guests of `arch` with one slot.
 ///
 /// # Panics
@@ -65,7 +74,6 @@ pub fn gpa_of(arch: Arch, page: u64) -> Gpa {
 /// The VM could not be made.
 pub fn boot(
     builder: &VmBuilder,
-    delivery: Delivery,
     image: &Image<'_>,
     command_line: &str,
 ) -> LabResult<(Arc<Vm>, Vec<Vcpu>)> {
@@ -75,7 +83,7 @@ pub fn boot(
         vcpus: builder.vcpus,
         arch: builder.arch,
         apf: builder.apf,
-        delivery,
+        delivery: builder.delivery,
         ..VmConfig::default()
     };
     let vm = Vm::new(builder.host(Arc::clone(&clock))?, clock, config)?;
@@ -106,12 +114,8 @@ pub fn code<'a>(pieces: &[(u64, &'a [u8])]) -> Image<'a> {
 ///
 /// # Errors
 /// The VM could not be made.
-pub fn boot_code(
-    builder: &VmBuilder,
-    delivery: Delivery,
-    pieces: &[(u64, &[u8])],
-) -> LabResult<(Arc<Vm>, Vec<Vcpu>)> {
-    boot(builder, delivery, &code(pieces), "")
+pub fn boot_code(builder: &VmBuilder, pieces: &[(u64, &[u8])]) -> LabResult<(Arc<Vm>, Vec<Vcpu>)> {
+    boot(builder, &code(pieces), "")
 }
 
 /// Lets the guest run until it writes to a port.

@@ -2,11 +2,11 @@
 //! any backend.
 
 use crate::experiment::{LabError, LabResult, Options};
-use crate::fixture::resident;
+use crate::fixture::{on_kvm, resident};
 use crate::session::{Guest, LastWords, Session, image, on};
 use lacuna::soft::VmBuilder;
 use lacuna::source::PageSource;
-use lacuna::{Apf, Arch, Builder, Machine, PageCount, PlatformDevices, Running, Vm};
+use lacuna::{Arch, Builder, Machine, PageCount, PlatformDevices, Running, Vm};
 use lacuna_guest::status::Thread;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
@@ -87,14 +87,7 @@ pub fn kvm(options: &Options) -> Result<impl Fn(u64, usize) -> lacuna::kvm::VmBu
         Arch::X86_64 => lacuna::kvm::available().map_err(|why| why.to_string())?,
         arch => return Err(format!("the kvm backend has no guests of {arch}")),
     }
-    Ok(|mib: u64, vcpus| {
-        let pages = PageCount::from_bytes(mib << 20);
-        lacuna::kvm::VmBuilder {
-            vcpus,
-            apf: Apf::Off,
-            ..lacuna::kvm::VmBuilder::new(pages, pages)
-        }
-    })
+    Ok(|mib: u64, vcpus| on_kvm(PageCount::from_bytes(mib << 20), vcpus))
 }
 
 /// A folder that is removed when the value is dropped.

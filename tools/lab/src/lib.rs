@@ -52,7 +52,7 @@ pub mod result;
 mod session;
 pub mod size;
 mod slices;
-mod stalls;
+pub mod stalls;
 pub mod stats;
 mod sweeps;
 pub mod thp;

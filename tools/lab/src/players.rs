@@ -20,7 +20,6 @@ mod machine;
 
 use crate::experiment::LabResult;
 use crate::session::Guest;
-use lacuna::dirty::Delivery;
 use lacuna::dirty::DirtyRings as _;
 use lacuna::memory::HostStats;
 use lacuna::soft::{Vm, VmBuilder};
@@ -47,8 +46,6 @@ pub enum InBackground {
 pub struct Cast {
     /// The guest image.
     pub guest: &'static str,
-    /// Where dirty tracking records writes.
-    pub delivery: Delivery,
     /// What their hosts do in the background.
     pub background: InBackground,
 }
@@ -234,7 +231,6 @@ mod tests {
 
     const CHURN: Cast = Cast {
         guest: "churn",
-        delivery: Delivery::Bitmap,
         background: InBackground::Nothing,
     };
 
@@ -298,7 +294,6 @@ mod tests {
         let cast = Cast {
             guest: "zipf",
             background: InBackground::Reclaim,
-            ..CHURN
         };
         let slice = Slice {
             settle: Duration::from_millis(30),

@@ -33,7 +33,7 @@ mod page;
 mod score;
 
 use crate::dirty_log::DirtyLog;
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabResult, Options};
 use crate::options::{Recorder, options_of};
 use crate::report::Progress;
 use crate::result::Report;
@@ -43,7 +43,7 @@ use lacuna::PAGE_SIZE;
 ///
 /// # Errors
 /// The error of the first failed experiment. Results that this machine cannot measure are skipped.
-pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
+pub fn run(options: &Options, report: &mut Report) -> LabResult {
     let steps = score::STEPS + 2 + harvest::STEPS + kvm::STEPS;
     let progress = Progress::new(steps, options.verbosity);
     if options.wants("score") {

@@ -5,12 +5,12 @@ use crate::experiment::{LabError, LabResult};
 use crate::report::{align, short};
 use crate::result::{Better, Measurement};
 use crate::session::{Measured, Session};
-use crate::stalls::{STALLS, add_stalls, since, stalls_json, stalls_text};
+use crate::stalls::{STALLS, VcpuStalls, add_stalls, since, stalls_text};
 use crate::stats::{Rounds, Summary, measures, paired};
 use lacuna::Apf;
 use lacuna::soft::Stalls;
 use lacuna_guest::status::Kind;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::time::Duration;
 
 /// Which processes run, and how faults are taken.
@@ -301,7 +301,7 @@ impl<const M: usize> Runs<M> {
     /// An arm for a result: the figure of `role`, and each vCPU's stalls.
     pub fn arm(&self, arm: Arm, role: Role) -> Value {
         let mut value = Value::from(self.rate(arm, role));
-        value["stalls"] = stalls_json(self.stalls(arm));
+        value["stalls"] = json!(VcpuStalls::of_all(self.stalls(arm)));
         value
     }
 

@@ -2,7 +2,7 @@
 
 use crate::report::time;
 use lacuna::soft::Stalls;
-use serde_json::{Value, json};
+use serde::Serialize;
 
 /// The stalls between two readings, vCPU by vCPU.
 pub fn since(before: &[Stalls], after: &[Stalls]) -> Vec<Stalls> {
@@ -35,12 +35,34 @@ pub fn stalls_text(stalls: &[Stalls]) -> String {
     stalls.iter().map(one).collect::<Vec<_>>().join(", ")
 }
 
-/// Each vCPU's stalls for results, in nanoseconds.
-pub fn stalls_json(stalls: &[Stalls]) -> Value {
-    let one = |(vcpu, stalls): (usize, &Stalls)| {
-        let [p50, p99, p999] = [0.5, 0.99, 0.999].map(|q| stalls.quantile_ns(q));
-        json!({"vcpu": vcpu, "count": stalls.count(),
-               "p50_ns": p50, "p99_ns": p99, "p999_ns": p999})
-    };
-    stalls.iter().enumerate().map(one).collect()
+/// The stalls of one vCPU, in results.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
+pub struct VcpuStalls {
+    /// Index of the vCPU.
+    pub vcpu: u32,
+    /// How many.
+    pub count: u64,
+    /// Half of them were at most this long, in nanoseconds.
+    pub p50_ns: u64,
+    /// 99 of 100 were at most this long.
+    pub p99_ns: u64,
+    /// 999 of 1000 were at most this long.
+    pub p999_ns: u64,
+}
+
+impl VcpuStalls {
+    /// The stalls of all vCPUs.
+    pub fn of_all(stalls: &[Stalls]) -> Vec<Self> {
+        let one = |(vcpu, stalls): (u32, &Stalls)| {
+            let [p50_ns, p99_ns, p999_ns] = [0.5, 0.99, 0.999].map(|q| stalls.quantile_ns(q));
+            Self {
+                vcpu,
+                count: stalls.count(),
+                p50_ns,
+                p99_ns,
+                p999_ns,
+            }
+        };
+        (0..).zip(stalls).map(one).collect()
+    }
 }

@@ -21,7 +21,7 @@ use crate::options::GuestOptions;
 use lacuna::boot::Segment;
 use lacuna::memory::{MemoryKind, SlotFlags, SlotId};
 use lacuna::{
-    Apf, Arch, Builder, Exit, Gfn, GfnRange, Gpa, Image, PAGE_SIZE, PageCount, Vcpu, Vm, kvm, soft,
+    Arch, Builder, Exit, Gfn, GfnRange, Gpa, Image, PAGE_SIZE, PageCount, Vcpu, Vm, kvm, soft,
 };
 use program::{AT_RANDOM, BY_ADDRESS, Variant, Work, pieces, room};
 use std::sync::Arc;
@@ -88,12 +88,9 @@ impl GuestOptions {
 
     /// As [`GuestOptions::soft`], on `/dev/kvm`.
     pub fn kvm(&self) -> kvm::VmBuilder {
-        let (memory, _) = self.layout();
         kvm::VmBuilder {
-            vcpus: self.vcpus,
-            apf: Apf::Off,
             memory_kind: self.memory_kind,
-            ..kvm::VmBuilder::new(memory, memory)
+            ..fixture::on_kvm(self.layout().0, self.vcpus)
         }
     }
 }

@@ -28,7 +28,7 @@ mod kvm;
 mod neighbour;
 pub(crate) mod scene;
 
-use crate::experiment::{LabError, Options, skip_if_busy};
+use crate::experiment::{LabError, LabResult, Options, skip_if_busy};
 use crate::report::Progress;
 use crate::result::Report;
 use crate::stats::Summary;
@@ -38,7 +38,7 @@ use std::time::{Duration, Instant};
 ///
 /// # Errors
 /// The error of the first failed experiment. Results that this machine cannot measure are skipped.
-pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
+pub fn run(options: &Options, report: &mut Report) -> LabResult {
     let progress = Progress::new(guests::STEPS + 4, options.verbosity);
     report.say(
         "thp: the host backs guest memory by 2 MiB pages where it can. The cost of invalidating a \
@@ -77,8 +77,8 @@ const SLICE: Duration = Duration::from_secs(60);
 /// The medians of `calls` calls that count. A call that returns `None` does not.
 fn medians<const N: usize>(
     calls: usize,
-    mut call: impl FnMut() -> Result<Option<[f64; N]>, LabError>,
-) -> Result<[f64; N], LabError> {
+    mut call: impl FnMut() -> LabResult<Option<[f64; N]>>,
+) -> LabResult<[f64; N]> {
     let deadline = Instant::now() + SLICE;
     let mut took = [const { Vec::new() }; N];
     while took[0].len() < calls {

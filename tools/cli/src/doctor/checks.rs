@@ -24,25 +24,24 @@ pub(super) fn cpu(host: &HostInfo) -> Check {
     let found = format!("{} cores", host.cores);
     match host.cores {
         1 => Check::limited(
-            "cpu",
             "1 core",
             "two vCPUs share it, so figures with two vCPUs mean little",
         ),
-        _ => Check::ok("cpu", found),
+        _ => Check::ok(found),
     }
 }
 
 pub(super) fn memory() -> Check {
     let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let Some(available) = kib(&meminfo, "MemAvailable") else {
-        return Check::missing("memory", "/proc/meminfo cannot be read", "mount /proc");
+        return Check::missing("/proc/meminfo cannot be read", "mount /proc");
     };
     let total = kib(&meminfo, "MemTotal").unwrap_or(available);
     let found = format!("{} available of {}", Size(available), Size(total));
     if available < COMFORTABLE_BYTES {
-        return Check::limited("memory", found, "give guests less with --resident");
+        return Check::limited(found, "give guests less with --resident");
     }
-    Check::ok("memory", found)
+    Check::ok(found)
 }
 
 /// The tightest memory limit of the control groups around this process.
@@ -52,13 +51,12 @@ pub(super) fn cgroup() -> Check {
         Some(limit) if limit < COMFORTABLE_BYTES => {
             let found = format!("memory limited to {}", Size(limit));
             Check::limited(
-                "cgroup",
                 found,
                 "raise the limit, or give guests less with --resident",
             )
         }
-        Some(limit) => Check::ok("cgroup", format!("memory limited to {}", Size(limit))),
-        None => Check::ok("cgroup", "no memory limit"),
+        Some(limit) => Check::ok(format!("memory limited to {}", Size(limit))),
+        None => Check::ok("no memory limit"),
     }
 }
 
@@ -98,15 +96,14 @@ pub(super) fn swap(dir: &Path) -> Check {
         Ok(file) => file,
         Err(error) => {
             let found = format!("{shown} cannot hold a file: {error}");
-            return Check::missing("swap", found, "choose a folder: --swap file,dir=PATH");
+            return Check::missing(found, "choose a folder: --swap file,dir=PATH");
         }
     };
     let free = rustix::fs::fstatvfs(&file).map_or(0, |fs| fs.f_bavail.saturating_mul(fs.f_frsize));
     let free = Size(free);
     match direct_write(&file) {
-        Ok(()) => Check::ok("swap", format!("{shown}: direct I/O, {free} free")),
+        Ok(()) => Check::ok(format!("{shown}: direct I/O, {free} free")),
         Err(error) => Check::limited(
-            "swap",
             format!("{shown}: {free} free, no direct I/O ({error})"),
             "swapped pages go through the host's page cache; a folder on ext4 or xfs avoids that",
         ),
@@ -122,7 +119,7 @@ fn direct_write(file: &File) -> io::Result<()> {
 
 pub(super) fn io_uring() -> Check {
     match io_uring::IoUring::new(1) {
-        Ok(_) => Check::ok("io_uring", "can be set up"),
+        Ok(_) => Check::ok("can be set up"),
         Err(error) => {
             let setting = fs::read_to_string("/proc/sys/kernel/io_uring_disabled");
             let found = match setting.as_deref().map(str::trim) {
@@ -130,7 +127,7 @@ pub(super) fn io_uring() -> Check {
                 _ => format!("cannot be set up: {error}"),
             };
             let advice = "swap uses threads instead; allow io_uring by sysctl or in seccomp";
-            Check::missing("io_uring", found, advice)
+            Check::missing(found, advice)
         }
     }
 }
@@ -140,13 +137,11 @@ pub(super) fn huge_pages() -> Check {
     let setting = fs::read_to_string(path).unwrap_or_default();
     match selected(&setting) {
         Some("never") => Check::limited(
-            "huge_pages",
             "transparent huge pages: never",
             format!("echo madvise > {path}"),
         ),
-        Some(mode) => Check::ok("huge_pages", format!("transparent huge pages: {mode}")),
+        Some(mode) => Check::ok(format!("transparent huge pages: {mode}")),
         None => Check::missing(
-            "huge_pages",
             "this kernel has no transparent huge pages",
             "the frame pool uses 4 KiB pages; a kernel with CONFIG_TRANSPARENT_HUGEPAGE is faster",
         ),
@@ -162,18 +157,14 @@ pub(super) fn hugetlbfs() -> Check {
     };
     let advice = "--memory-kind hugetlbfs needs them: echo 1024 > /proc/sys/vm/nr_hugepages";
     match (count("2048kB"), count("1048576kB").unwrap_or(0)) {
-        (None, _) => Check::missing(
-            "hugetlbfs",
-            "this kernel has no reserved huge pages",
-            advice,
-        ),
+        (None, _) => Check::missing("this kernel has no reserved huge pages", advice),
         (Some(0), large) => {
             let found = format!("no free reserved pages of 2M, {large} of 1G (not used)");
-            Check::limited("hugetlbfs", found, advice)
+            Check::limited(found, advice)
         }
         (Some(small), large) => {
             let found = format!("{small} free reserved pages of 2M, {large} of 1G (not used)");
-            Check::ok("hugetlbfs", found)
+            Check::ok(found)
         }
     }
 }
@@ -195,23 +186,15 @@ pub(super) fn userfaultfd() -> Check {
         .open("/dev/userfaultfd");
     match (setting.as_deref().map(str::trim), device) {
         (Err(_), Err(_)) => Check::missing(
-            "userfaultfd",
             "this kernel has none",
             "the kvm backend needs a kernel with CONFIG_USERFAULTFD",
         ),
-        (_, Ok(_)) => Check::ok(
-            "userfaultfd",
-            "/dev/userfaultfd opens; it handles kernel-mode faults too",
-        ),
-        (Ok("1"), _) => Check::ok(
-            "userfaultfd",
-            "every user may use it, for kernel-mode faults too",
-        ),
+        (_, Ok(_)) => Check::ok("/dev/userfaultfd opens; it handles kernel-mode faults too"),
+        (Ok("1"), _) => Check::ok("every user may use it, for kernel-mode faults too"),
         (Ok(_), Err(_)) if rustix::process::geteuid().is_root() => {
-            Check::ok("userfaultfd", "root may use it, for kernel-mode faults too")
+            Check::ok("root may use it, for kernel-mode faults too")
         }
         _ => Check::limited(
-            "userfaultfd",
             "it handles user-mode faults only",
             "enough for the soft backend; kvm needs sysctl vm.unprivileged_userfaultfd=1",
         ),
@@ -222,18 +205,17 @@ pub(super) fn userfaultfd() -> Check {
 pub(super) fn kvm() -> Check {
     let nested = "in a virtual machine, turn on nested virtualisation; the soft backend needs none";
     if let Err(why) = lacuna::kvm::available() {
-        return Check::missing("kvm", why.to_string(), nested);
+        return Check::missing(why.to_string(), nested);
     }
     // Less than its memory is resident, because that needs most of the kernel.
     let [memory, resident] = [8, 4].map(|mib| PageCount::from_bytes(mib << 20));
     match VmBuilder::new(memory, resident).build() {
-        Ok(_) => Check::ok("kvm", "/dev/kvm runs guests, with asynchronous page faults"),
+        Ok(_) => Check::ok("/dev/kvm runs guests, with asynchronous page faults"),
         Err(KvmError::NoApf) => Check::limited(
-            "kvm",
             "/dev/kvm runs guests, without asynchronous page faults",
             "CPUID 0x40000001 lacks bits 4 and 14; the soft backend has them anyway",
         ),
-        Err(why) => Check::limited("kvm", why.to_string(), nested),
+        Err(why) => Check::limited(why.to_string(), nested),
     }
 }
 
@@ -263,24 +245,19 @@ pub(super) fn kvm_writes() -> Vec<Check> {
     };
     let writes = match (by, Path::new("/sys/module/kvm_intel").exists()) {
         (DetectedBy::WriteProtect, true) => Check::limited(
-            "kvm_writes",
             format!("guests' writes are detected by {by}"),
             "modprobe kvm_intel with pml=1, if the processor has page-modification logging",
         ),
-        _ => Check::ok("kvm_writes", format!("guests' writes are detected by {by}")),
+        _ => Check::ok(format!("guests' writes are detected by {by}")),
     };
     let pagemap = match detected_by(Tracker::Pagemap) {
-        Ok(by) => Check::ok(
-            "kvm_pagemap",
-            format!("{by} detects them too (PAGEMAP_SCAN)"),
-        ),
+        Ok(by) => Check::ok(format!("{by} detects them too (PAGEMAP_SCAN)")),
         Err(why) => Check::limited(
-            "kvm_pagemap",
             why.to_string(),
             "a VMM cannot choose lacuna::kvm::Tracker::Pagemap; KVM's own log needs nothing",
         ),
     };
-    vec![writes, pagemap]
+    vec![writes.named("kvm_writes"), pagemap.named("kvm_pagemap")]
 }
 
 fn kvm_capability(capability: MemoryCapability, is_offered: bool) -> Check {
@@ -298,35 +275,31 @@ fn kvm_capability(capability: MemoryCapability, is_offered: bool) -> Check {
         true => name.to_owned(),
         false => format!("no {name} (Linux {since})"),
     };
-    let not_used = |why| Check::ok(id, format!("{found}; not used: {why}"));
-    match (capability, is_offered) {
-        (LogInitiallySet, true) => Check::ok(id, format!("{found} begins logs of writes")),
+    let not_used = |why| Check::ok(format!("{found}; not used: {why}"));
+    let check = match (capability, is_offered) {
+        (LogInitiallySet, true) => Check::ok(format!("{found} begins logs of writes")),
         (LogInitiallySet, false) => Check::limited(
-            id,
             found,
             "logs of writes begin more slowly, and none with all pages set",
         ),
-        (DirtyRing, true) => Check::ok(id, found),
-        (DirtyRing, false) => Check::limited(id, found, "--delivery ring is refused"),
-        (MemoryFaultExit, true) => Check::ok(
-            id,
-            format!("{found} gives errors an address, where KVM has one"),
-        ),
-        (MemoryFaultExit, false) => Check::limited(
-            id,
-            found,
-            "errors do not name the address of a failed access",
-        ),
+        (DirtyRing, true) => Check::ok(found),
+        (DirtyRing, false) => Check::limited(found, "--delivery ring is refused"),
+        (MemoryFaultExit, true) => Check::ok(format!(
+            "{found} gives errors an address, where KVM has one"
+        )),
+        (MemoryFaultExit, false) => {
+            Check::limited(found, "errors do not name the address of a failed access")
+        }
         (PreFault, _) => not_used("guests map what they touch"),
         (MappedGuestMemfd, _) => not_used("userfaultfd does not take it"),
-    }
+    };
+    check.named(id)
 }
 
 pub(super) fn compiler() -> Check {
     match ["cc", "gcc", "clang"].into_iter().find_map(find) {
-        Some(path) => Check::ok("cc", path.display().to_string()),
+        Some(path) => Check::ok(path.display().to_string()),
         None => Check::missing(
-            "cc",
             "no C compiler",
             "building Lacuna's guests needs one: sudo apt-get install gcc",
         ),
@@ -335,9 +308,8 @@ pub(super) fn compiler() -> Check {
 
 pub(super) fn qemu() -> Check {
     match find("qemu-system-x86_64") {
-        Some(path) => Check::ok("qemu", path.display().to_string()),
+        Some(path) => Check::ok(path.display().to_string()),
         None => Check::missing(
-            "qemu",
             "qemu-system-x86_64 is not installed",
             "`lacuna lab base` compares with it: sudo apt-get install qemu-system-x86",
         ),

@@ -10,7 +10,6 @@
 use crate::cores::pin;
 use crate::experiment::LabResult;
 use crate::fixture::{boot_code, builder, joined, time_to_port};
-use lacuna::dirty::Delivery;
 use lacuna::memory::{SlotFlags, SlotId};
 use lacuna::soft::{Vcpu, Vm};
 use lacuna::{Gfn, GfnRange, MemorySlots as _, PAGE_SIZE, PageCount};
@@ -57,7 +56,7 @@ impl Fixture {
         let frames = PageCount::new(vcpus as u64 * pages + boot.get() + 4096);
         let builder = builder(boot, frames, vcpus);
         let code = program(pages * PAGE_SIZE as u64);
-        let (vm, vcpus) = boot_code(&builder, Delivery::Bitmap, &[(CODE, &code)])?;
+        let (vm, vcpus) = boot_code(&builder, &[(CODE, &code)])?;
         Ok(Self { vm, vcpus, pages })
     }
 

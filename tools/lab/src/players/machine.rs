@@ -38,7 +38,7 @@ impl Machine {
     pub(super) fn new(builder: &VmBuilder, cast: Cast) -> LabResult<(Self, Vec<Vcpu>)> {
         let command_line = builder.full_command_line();
         let image = image(builder.arch, cast.guest)?;
-        let (vm, vcpus) = boot(builder, cast.delivery, &image, &command_line)?;
+        let (vm, vcpus) = boot(builder, &image, &command_line)?;
         let words = LastWords::default();
         let machine = Self {
             devices: PlatformDevices::new(words.console()),

@@ -11,7 +11,7 @@
 //! The exits of dirty logging on hardware are counted, and each can be charged ([`exits`],
 //! [`crate::exit_cost`]).
 
-use crate::experiment::LabError;
+use crate::experiment::{LabError, LabResult};
 use crate::fixture::resident;
 use crate::players::{Cast, Done, InBackground, Player, TURN, turns_of, with_players};
 use crate::turns::{Last, round, shifts};
@@ -71,8 +71,7 @@ pub fn exits(counted: &Counted, detection: Detection, vcpus: u64) -> u64 {
 /// The VMs of an experiment, and its pace.
 pub struct Setup {
     pub builder: VmBuilder,
-    /// Where writes are recorded, and the same in ids.
-    pub delivery: Delivery,
+    /// Where writes are recorded, in ids.
     pub suffix: &'static str,
     /// The time from one harvest to the next, in a VM's own time.
     pub period: Duration,
@@ -85,10 +84,10 @@ impl Setup {
     pub fn new(mib: u64, vcpus: usize, delivery: Delivery) -> Self {
         Self {
             builder: VmBuilder {
+                delivery,
                 command_line: format!("hot={}M writes=100 frees=0 seconds=1000000", mib / 32),
                 ..resident(mib, vcpus)
             },
-            delivery,
             suffix: if delivery == Delivery::Bitmap {
                 ""
             } else {
@@ -155,7 +154,7 @@ pub struct Churn<'a> {
 impl Churn<'_> {
     /// From now on the VM logs as `watch` says, and `cold` of 65536 transactions go to the cold
     /// part of the heap.
-    fn watch(&mut self, watch: Watch, cold: u32) -> Result<(), LabError> {
+    fn watch(&mut self, watch: Watch, cold: u32) -> LabResult {
         set_logging_everywhere(self.player.vm(), Logging::Off)?;
         if self.watch == Watch::Dirty(Detection::WriteProtect) && watch != self.watch {
             self.write_all()?;
@@ -171,7 +170,7 @@ impl Churn<'_> {
     }
 
     /// Lets the guest write to all of its pages.
-    fn write_all(&mut self) -> Result<(), LabError> {
+    fn write_all(&mut self) -> LabResult {
         self.write_setting(SWEEP)?;
         // The first transaction of a process may be an ordinary one, begun before, and the
         // processes are not equally fast.
@@ -185,7 +184,7 @@ impl Churn<'_> {
 
     /// Call it only while no slot logs: a VM with rings alone refuses host writes to a logging
     /// slot.
-    fn write_setting(&self, to: u32) -> Result<(), LabError> {
+    fn write_setting(&self, to: u32) -> LabResult {
         let page = self.player.devices().status_page();
         let page = page.expect("the guest was attached by it").gpa();
         let at = page.checked_add(SETTING_AT as u64);
@@ -194,7 +193,7 @@ impl Churn<'_> {
     }
 
     /// One turn. The last of a period has a harvest at its end, if slots log.
-    fn turn(&mut self, length: Duration, last: Last) -> Result<Period, LabError> {
+    fn turn(&mut self, length: Duration, last: Last) -> LabResult<Period> {
         let before = self.counted();
         let due = last == Last::Yes && matches!(self.watch, Watch::Dirty(_));
         let (mut dirtied, mut harvesting) = (0, Duration::ZERO);
@@ -230,11 +229,10 @@ impl Churn<'_> {
 pub fn with_churns<T>(
     setup: &Setup,
     count: usize,
-    experiment: impl FnOnce(&mut [Churn<'_>]) -> Result<T, LabError>,
-) -> Result<T, LabError> {
+    experiment: impl FnOnce(&mut [Churn<'_>]) -> LabResult<T>,
+) -> LabResult<T> {
     let cast = Cast {
         guest: "churn",
-        delivery: setup.delivery,
         background: InBackground::Nothing,
     };
     let builders = vec![setup.builder.clone(); count];
@@ -253,7 +251,7 @@ pub fn play(
     arms: &[Watch],
     cold: u32,
     rounds: usize,
-) -> Result<Vec<Vec<Period>>, LabError> {
+) -> LabResult<Vec<Vec<Period>>> {
     let mut periods = vec![Vec::new(); arms.len()];
     for vms in shifts(arms.len()) {
         for (watch, vm) in arms.iter().zip(&vms) {
@@ -273,7 +271,7 @@ pub fn play(
 }
 
 /// A period of each of `vms`, in turns.
-fn period(churns: &mut [Churn<'_>], setup: &Setup, vms: &[usize]) -> Result<Vec<Period>, LabError> {
+fn period(churns: &mut [Churn<'_>], setup: &Setup, vms: &[usize]) -> LabResult<Vec<Period>> {
     let mut periods = vec![Period::default(); vms.len()];
     let (pairs, length) = turns_of(setup.period);
     round(vms.len(), pairs, |arm, last| {

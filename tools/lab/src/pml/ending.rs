@@ -12,7 +12,7 @@
 //!
 //! One core is left for the thread that ends the logging.
 
-use crate::experiment::{LabError, Options, vcpus};
+use crate::experiment::{LabError, LabResult, Options, vcpus};
 use crate::fixture::resident;
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Session, image, on};
@@ -56,7 +56,7 @@ const LATER: usize = 3;
 const SPLIT: usize = 4;
 
 /// `pml.disable_*` and `pml.recovery_percent`.
-pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
+pub fn measure(options: &Options, report: &mut Report) -> LabResult {
     // The window is the counted time after the end of logging.
     let (mib, rounds, window) = match options.quick {
         true => (512, 2, Duration::from_millis(400)),
@@ -76,11 +76,7 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
     Ok(())
 }
 
-fn slice(
-    session: &Session<'_, Vm>,
-    window: Duration,
-    how: Option<Recovery>,
-) -> Result<Slice, LabError> {
+fn slice(session: &Session<'_, Vm>, window: Duration, how: Option<Recovery>) -> LabResult<Slice> {
     let Session { vm, guest, .. } = session;
     let huge_leaves = || vm.mmu().counts().of(Level::L2M) as f64;
     let before = huge_leaves();

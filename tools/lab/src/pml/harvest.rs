@@ -13,8 +13,8 @@
 use super::one_vcpu;
 use crate::cores::Cores;
 use crate::dirty_log::{DirtyTest, Harvested};
-use crate::experiment::LabError;
 use crate::experiment::Options;
+use crate::experiment::{LabError, LabResult};
 use crate::options::Recorder;
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
@@ -55,11 +55,7 @@ const HARVESTS: usize = 2;
 const PAGES: usize = 3;
 
 /// `pml.harvest_*`.
-pub fn measure(
-    options: &Options,
-    report: &mut Report,
-    progress: &Progress,
-) -> Result<(), LabError> {
+pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
     let gib: u64 = if options.quick { 1 } else { 8 };
     let repeats = if options.quick { 1 } else { 8 };
     for (suffix, delivery) in [("", Recorder::Bitmap), ("_ring", Recorder::Ring)] {
@@ -73,7 +69,7 @@ pub fn measure(
 
 /// A VM whose pages were all written in the order of addresses, so that neighbouring pages have
 /// neighbouring frames, as after a guest's boot.
-fn populated(pages: u64, delivery: Recorder) -> Result<DirtyTest<Vm>, LabError> {
+fn populated(pages: u64, delivery: Recorder) -> LabResult<DirtyTest<Vm>> {
     let mut options = one_vcpu(pages, delivery);
     options.guest.pin = Some(Cores::allowed_at([1]));
     let variant = Variant {
@@ -85,7 +81,7 @@ fn populated(pages: u64, delivery: Recorder) -> Result<DirtyTest<Vm>, LabError> 
     Ok(test)
 }
 
-fn slice(test: &mut DirtyTest<Vm>, detection: Detection) -> Result<Slice, LabError> {
+fn slice(test: &mut DirtyTest<Vm>, detection: Detection) -> LabResult<Slice> {
     test.watch(Some(detection))?;
     // Every page is written and harvested once, so no state of the other detection is left.
     dirty(test, 100.0, &mut Harvested::default())?;
@@ -110,7 +106,7 @@ fn slice(test: &mut DirtyTest<Vm>, detection: Detection) -> Result<Slice, LabErr
 }
 
 /// Writes to `percent` of the pages and harvests them, once or whenever the ring is full.
-fn dirty(test: &mut DirtyTest<Vm>, percent: f64, all: &mut Harvested) -> Result<(), LabError> {
+fn dirty(test: &mut DirtyTest<Vm>, percent: f64, all: &mut Harvested) -> LabResult {
     let before = all.pages;
     let written = if percent == 0.0 {
         test.harvest(all)?;

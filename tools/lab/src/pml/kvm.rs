@@ -19,8 +19,8 @@
 //! so the results have no bar.
 
 use super::monitor::{DIRTIED, HARVEST, PER_CPU_S, PER_S, Pace, slice};
-use crate::experiment::{LabError, Options};
-use crate::fixture::{code, run_to_port};
+use crate::experiment::{LabError, LabResult, Options};
+use crate::fixture::{code, on_kvm, run_to_port};
 use crate::native::thread_cpu_ns;
 use crate::options::Recorder;
 use crate::report::Progress;
@@ -29,7 +29,7 @@ use crate::session::{image, on};
 use crate::stats::{Summary, measures, paired, rounds};
 use lacuna::dirty::{Backup, Delivery, DirtyError};
 use lacuna::kvm::{KvmError, Tracker, VmBuilder};
-use lacuna::{Apf, Arch, Builder, PageCount, Vm};
+use lacuna::{Arch, Builder, PageCount, Vm};
 use rustix::io::Errno;
 use std::path::Path;
 use std::time::Duration;
@@ -91,22 +91,16 @@ const NULL: usize = 1;
 const ON: usize = 2;
 
 /// `pml.kvm.*`. Results that this host cannot measure are skipped.
-pub fn measure(
-    options: &Options,
-    report: &mut Report,
-    progress: &Progress,
-) -> Result<(), LabError> {
+pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
     let size = Size::of(options);
     for (way, delivery, tracker) in ways() {
         progress.step(format!("dirty tracking on /dev/kvm: {way}"))?;
         let memory = PageCount::from_bytes(size.mib << 20);
         let builder = VmBuilder {
-            vcpus: VCPUS,
-            apf: Apf::Off,
             delivery,
             tracker,
             command_line: words(size),
-            ..VmBuilder::new(memory, memory)
+            ..on_kvm(memory, VCPUS)
         };
         match run(&builder, size) {
             Ok(runs) => record(report, size, way, &runs),
@@ -172,7 +166,7 @@ fn words(size: Size) -> String {
 }
 
 /// The arms in turns, in a VM of `builder`.
-fn run<B: Builder>(builder: &B, size: Size) -> Result<Runs, LabError>
+fn run<B: Builder>(builder: &B, size: Size) -> LabResult<Runs>
 where
     LabError: From<<B::Vm as Vm>::Error>,
 {
@@ -224,7 +218,7 @@ const EXITS: u32 = 2000;
 /// This time is an upper bound for the cost of detection: a write fault and a full log are handled
 /// in the kernel. Where KVM has no hardware support (`kvm_pvm`), it includes the emulation of the
 /// guest's instructions. Returns nothing if this host has no KVM.
-pub fn measure_exit(options: &Options, report: &mut Report) -> Result<Option<f64>, LabError> {
+pub fn measure_exit(options: &Options, report: &mut Report) -> LabResult<Option<f64>> {
     let id = "pml.kvm.exit_ns";
     match exit_ns(options) {
         Ok(ns) => {
@@ -241,14 +235,8 @@ pub fn measure_exit(options: &Options, report: &mut Report) -> Result<Option<f64
 }
 
 /// Processor time of the vCPU's thread for each exit, in nanoseconds.
-fn exit_ns(options: &Options) -> Result<Summary, LabError> {
-    let memory = PageCount::from_bytes(32 << 20);
-    let builder = VmBuilder {
-        vcpus: 1,
-        apf: Apf::Off,
-        ..VmBuilder::new(memory, memory)
-    };
-    let vm = builder.build()?;
+fn exit_ns(options: &Options) -> LabResult<Summary> {
+    let vm = on_kvm(PageCount::from_bytes(32 << 20), 1).build()?;
     // again: out 0xf4, al; jmp again
     let program = [0xe6, 0xf4, 0xeb, 0xfc];
     let mut vcpus = vm.boot(&code(&[(0x10_0000, &program)]), "")?;

@@ -5,7 +5,7 @@
 //!                             └────── counted ─────┘
 //! ```
 
-use crate::experiment::LabError;
+use crate::experiment::LabResult;
 use crate::session::Session;
 use lacuna::Vm;
 use lacuna::dirty::{Logging, harvest, set_logging_everywhere};
@@ -30,7 +30,7 @@ pub const DIRTIED: usize = 2;
 pub const HARVEST: usize = 3;
 
 /// One slice. If slots log, the calling thread is the monitor.
-pub fn slice<V: Vm>(session: &Session<'_, V>, pace: Pace, logs: bool) -> Result<Slice, LabError> {
+pub fn slice<V: Vm>(session: &Session<'_, V>, pace: Pace, logs: bool) -> LabResult<Slice> {
     let Session { guest, vm, .. } = session;
     guest.run_for(pace.settle)?;
     if logs {

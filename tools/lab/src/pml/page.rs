@@ -14,7 +14,7 @@ use super::one_vcpu;
 use super::score::{SETS, Set};
 use crate::dirty_log::{DirtyTest, Harvested};
 use crate::exit_cost::EXIT_NS;
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabError, LabResult, Options};
 use crate::first_look::{Found, Row};
 use crate::options::Recorder;
 use crate::report::figure;
@@ -68,7 +68,7 @@ struct Costs {
 }
 
 /// `pml.ns_per_dirty_page` and `pml.cost_ratio`.
-pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
+pub fn measure(options: &Options, report: &mut Report) -> LabResult {
     let amount = match options.quick {
         true => (Rounds::Count(1), ROUND / 8),
         false => (Rounds::Count(32), ROUND),
@@ -115,7 +115,7 @@ fn cost_ratio(set: &Set, at: usize, costs: &Costs) -> Measurement {
 
 /// The row of the first look: the costs of write protection and of PML, with the refill of the TLB
 /// and without exits.
-pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
+pub fn first_look(_: &Options, rounds: Rounds) -> LabResult<Found> {
     let costs = costs(&LOOK_ARMS, (rounds, ROUND / 8), REFILL, Recorder::Bitmap)?;
     let of = |arm: usize| &costs.ns[arm][RAW];
     let ns = |arm: usize| format!("{} ns", figure(Summary::of(of(arm)).median));
@@ -141,7 +141,7 @@ fn costs(
     (rounds, writes): (Rounds, u64),
     work: Work,
     delivery: Recorder,
-) -> Result<Costs, LabError> {
+) -> LabResult<Costs> {
     let pages = work.0;
     // A round has two slices of each arm.
     let sweeps = (writes / pages / 2).max(1);
@@ -164,7 +164,7 @@ fn costs(
 }
 
 /// A VM whose frames are warm.
-fn vm((pages, reloads): Work, delivery: Recorder) -> Result<DirtyTest<Vm>, LabError> {
+fn vm((pages, reloads): Work, delivery: Recorder) -> LabResult<DirtyTest<Vm>> {
     let variant = Variant {
         reloads,
         ..Variant::default()
@@ -177,11 +177,7 @@ fn vm((pages, reloads): Work, delivery: Recorder) -> Result<DirtyTest<Vm>, LabEr
 }
 
 /// Nanoseconds for each page of the median sweep, and exits in a sweep.
-fn slice(
-    test: &mut DirtyTest<Vm>,
-    watch: Option<Detection>,
-    sweeps: u64,
-) -> Result<[f64; 2], LabError> {
+fn slice(test: &mut DirtyTest<Vm>, watch: Option<Detection>, sweeps: u64) -> LabResult<[f64; 2]> {
     test.watch(watch)?;
     // The arm before may have left write-protected pages.
     test.iterate(WRITES, &mut Harvested::default())?;

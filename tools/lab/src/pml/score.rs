@@ -15,7 +15,7 @@ use super::churn::{
 };
 use super::kvm;
 use crate::exit_cost::{EXIT_NS, SOURCE as EXIT_SOURCE};
-use crate::experiment::{LabError, Options, vcpus};
+use crate::experiment::{LabError, LabResult, Options, vcpus};
 use crate::host_info::HostInfo;
 use crate::options::Recorder;
 use crate::players::TURN;
@@ -160,11 +160,7 @@ impl Runs<'_> {
 }
 
 /// `pml.score_percent.*` and `pml.always_on_loss_percent`.
-pub fn measure(
-    options: &Options,
-    report: &mut Report,
-    progress: &Progress,
-) -> Result<(), LabError> {
+pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
     // Half of the machine's memory for four VMs.
     let most = (HostInfo::detect().memory_bytes >> 23).clamp(128, 2048);
     let (mib, period, rounds, tries) = match options.quick {
@@ -217,7 +213,7 @@ pub fn measure(
 }
 
 /// The score of write protection with `cold` cold transactions, of 65536.
-fn score(churns: &mut [Churn<'_>], setup: &Setup, cold: u32, set: &Set) -> Result<f64, LabError> {
+fn score(churns: &mut [Churn<'_>], setup: &Setup, cold: u32, set: &Set) -> LabResult<f64> {
     let arms = [NONE, WP].map(|arm| ARMS[arm].1);
     let periods = play(churns, setup, &arms, cold, 1)?;
     let [none, wp] = [0, 1].map(|arm: usize| {
@@ -270,7 +266,7 @@ fn record(report: &mut Report, set: &Set, reached: bool, runs: &Runs) {
 ///
 /// # Errors
 /// An error of the guest; and any logged page, because no slot logs.
-fn always(report: &mut Report, churns: &mut [Churn<'_>], setup: &Setup) -> Result<(), LabError> {
+fn always(report: &mut Report, churns: &mut [Churn<'_>], setup: &Setup) -> LabResult {
     let periods = play(churns, setup, &ALWAYS, COLD_MAX, setup.rounds)?;
     let counts = periods[ON].iter().map(|period| period.counted);
     let logged: u64 = counts.map(|c| c[LOGGED] + c[LOG_FULL] + c[FLUSHES]).sum();
@@ -300,12 +296,7 @@ fn always(report: &mut Report, churns: &mut [Churn<'_>], setup: &Setup) -> Resul
 
 /// The loss of a score, in percent.
 fn lost(left: Summary) -> Summary {
-    Summary {
-        median: 100.0 - left.median,
-        low: 100.0 - left.high,
-        high: 100.0 - left.low,
-        ..left
-    }
+    left.map(|left| 100.0 - left)
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@
 
 use super::medians;
 use super::scene::{Call, PAGES, Scene, call, work};
-use crate::experiment::{LabError, Options, cores, skip_if_busy};
+use crate::experiment::{LabError, LabResult, Options, cores, skip_if_busy};
 use crate::first_look::{Found, Row};
 use crate::report::time;
 use crate::result::{Better, Measurement, Report};
@@ -74,7 +74,7 @@ struct Compared {
 }
 
 /// Measures `thp.call.*` and `thp.total_us.*`.
-pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
+pub fn measure(options: &Options, report: &mut Report) -> LabResult {
     for (name, beside, backed) in CASES {
         let state = name.strip_prefix("call.");
         let mut ids = vec![format!("thp.{name}")];
@@ -107,7 +107,7 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
 }
 
 /// The row of the first look: the call that the series timed, while a vCPU uses other memory.
-pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
+pub fn first_look(_: &Options, rounds: Rounds) -> LabResult<Found> {
     let found = compare(Beside::Elsewhere, HUGE, &ARMS, rounds, 200)?;
     let spent = |arm: usize| time(Summary::of(&found.arms[arm][WHOLE]).median as u64);
     let row = Row {
@@ -142,7 +142,7 @@ fn compare(
     arms: &[RmapWalk],
     rounds: Rounds,
     calls: usize,
-) -> Result<Compared, LabError> {
+) -> LabResult<Compared> {
     if beside != Beside::Idle && cores() < 2 {
         return Err(LabError::Busy("this machine has one core".into()));
     }
@@ -179,7 +179,7 @@ struct Caller<'a> {
 
 impl Caller<'_> {
     /// The figures of the median call, as [`medians`].
-    fn slice(&mut self, walk: RmapWalk, calls: usize) -> Result<[f64; 3], LabError> {
+    fn slice(&mut self, walk: RmapWalk, calls: usize) -> LabResult<[f64; 3]> {
         medians(calls, || {
             let call = self.call(walk)?;
             self.calls[usize::from(call.is_some())] += 1;
@@ -192,7 +192,7 @@ impl Caller<'_> {
     ///
     /// # Errors
     /// Leaves of another size: the figures would be about something else.
-    fn call(&mut self, walk: RmapWalk) -> Result<Option<Call>, LabError> {
+    fn call(&mut self, walk: RmapWalk) -> LabResult<Option<Call>> {
         let scene = self.scene;
         let is_held = self.beside == Beside::Holding;
         let before = scene.faults();

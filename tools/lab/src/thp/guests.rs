@@ -9,7 +9,6 @@ use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, measures, paired};
 use lacuna::PageCount;
-use lacuna::dirty::Delivery;
 use lacuna::memory::HugePages;
 use lacuna::soft::VmBuilder;
 use std::time::Duration;
@@ -67,7 +66,6 @@ fn compare(
 ) -> LabResult<Found> {
     let cast = Cast {
         guest,
-        delivery: Delivery::Bitmap,
         background: InBackground::Reclaim,
     };
     with_players(&ARMS.map(builder), cast, |mut players| {

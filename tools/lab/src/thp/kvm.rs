@@ -16,14 +16,15 @@
 //! should pause has run meanwhile.
 
 use super::medians;
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabError, LabResult, Options};
+use crate::fixture::on_kvm;
 use crate::host_info::kib;
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Session, image, on};
 use crate::stats::{Summary, measures, paired};
 use lacuna::kvm::{Vm, VmBuilder};
 use lacuna::memory::{Balloon, HugePages, SlotFlags, SlotId};
-use lacuna::{Apf, Arch, Gfn, GfnRange, MemorySlots as _, PageCount, Vm as _};
+use lacuna::{Arch, Gfn, GfnRange, MemorySlots as _, PageCount, Vm as _};
 use lacuna_addr::Level;
 use lacuna_guest::status::Kind;
 use std::fs::read_to_string;
@@ -83,7 +84,7 @@ pub fn ids() -> impl Iterator<Item = String> {
 ///
 /// # Errors
 /// A VM could not be made, or its guest failed.
-pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
+pub fn measure(options: &Options, report: &mut Report) -> LabResult {
     if let Err(why) = lacuna::kvm::available() {
         ids().for_each(|id| report.skip(id, &why));
         return Ok(());
@@ -125,17 +126,16 @@ fn record(runs: &[[Vec<f64>; 2]], report: &mut Report) {
 }
 
 /// Carries out `work` with a guest on huge pages and one on small pages.
-fn with_guests<T>(work: impl FnOnce([Taken<'_>; 2]) -> Result<T, LabError>) -> Result<T, LabError> {
+fn with_guests<T>(work: impl FnOnce([Taken<'_>; 2]) -> LabResult<T>) -> LabResult<T> {
     let image = image(Arch::X86_64, "bm")?;
     let builder = |huge| VmBuilder {
         huge,
-        apf: Apf::Off,
         command_line: format!(
             "workers=0 faulters=1 huge=1 populate=1 seconds=1000000 tick_us={TICK_US} \
              slice_us={TICK_US} look_ms={}",
             TICK_US / 1000
         ),
-        ..VmBuilder::new(MEMORY, MEMORY)
+        ..on_kvm(MEMORY, 1)
     };
     on(&builder(HugePages::Never), &image, |small| {
         let small = Taken::new(small, false)?;
@@ -158,7 +158,7 @@ struct Taken<'a> {
 }
 
 impl<'a> Taken<'a> {
-    fn new(session: &'a Session<'a, Vm>, is_huge: bool) -> Result<Self, LabError> {
+    fn new(session: &'a Session<'a, Vm>, is_huge: bool) -> LabResult<Self> {
         session.guest.prepared()?;
         session.guest.pause(&[Kind::Faulter])?;
         let slots = session.vm.memory_slots();
@@ -176,13 +176,13 @@ impl<'a> Taken<'a> {
     }
 
     /// The microseconds of the first discards, and of the second ones.
-    fn slice(&mut self, slots: u16, vcpu: Vcpu, calls: usize) -> Result<[f64; 2], LabError> {
+    fn slice(&mut self, slots: u16, vcpu: Vcpu, calls: usize) -> LabResult<[f64; 2]> {
         self.set_slots(slots)?;
         medians(calls, || self.call(vcpu))
     }
 
     /// Adds or removes slots, until there are `slots`.
-    fn set_slots(&mut self, slots: u16) -> Result<(), LabError> {
+    fn set_slots(&mut self, slots: u16) -> LabResult {
         let vm = self.session.vm;
         let others = slots.saturating_sub(self.boot_slots);
         for other in self.others..others {
@@ -198,7 +198,7 @@ impl<'a> Taken<'a> {
     }
 
     /// Lets the guest touch its memory, and takes the block twice. `None`: the call does not count.
-    fn call(&self, vcpu: Vcpu) -> Result<Option<[f64; 2]>, LabError> {
+    fn call(&self, vcpu: Vcpu) -> LabResult<Option<[f64; 2]>> {
         let guest = &self.session.guest;
         guest.pause(&[])?;
         let done = guest.count()?.faulters + ACCESSES * MEMORY.get();
@@ -221,7 +221,7 @@ impl<'a> Taken<'a> {
     }
 
     /// Takes the block. Returns the call's microseconds.
-    fn discard(&self) -> Result<f64, LabError> {
+    fn discard(&self) -> LabResult<f64> {
         let start = Instant::now();
         self.balloon.discard(self.block)?;
         Ok(start.elapsed().as_nanos() as f64 / 1e3)
@@ -229,12 +229,9 @@ impl<'a> Taken<'a> {
 }
 
 /// Bytes of this process in transparent huge pages.
-fn huge_bytes() -> Result<i64, LabError> {
+fn huge_bytes() -> LabResult<i64> {
     let path = "/proc/self/smaps_rollup";
-    let text = read_to_string(path).map_err(|source| LabError::Io {
-        what: format!("read {path}"),
-        source,
-    })?;
+    let text = read_to_string(path).map_err(LabError::io(format!("read {path}")))?;
     let bytes = kib(&text, "AnonHugePages").map(|bytes| bytes as i64);
     bytes.ok_or_else(|| LabError::Guest(format!("{path} has no line AnonHugePages")))
 }

@@ -3,7 +3,7 @@
 
 use super::scene::{OTHERS, Scene, Work, call, work};
 use crate::cores::pin;
-use crate::experiment::{LabError, Options, cores};
+use crate::experiment::{LabError, LabResult, Options, cores};
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, paired, rounds};
 use lacuna::memory::HugePages;
@@ -59,7 +59,7 @@ impl Taking {
 }
 
 /// `thp.neighbour_loss_percent`.
-pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
+pub fn measure(options: &Options, report: &mut Report) -> LabResult {
     if cores() < 2 {
         report.skip(ID, "this machine has one core");
         return Ok(());
@@ -109,30 +109,19 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
 
 /// How much more `b` costs than `a`, in percent.
 fn loss(a: &[f64], b: &[f64]) -> Summary {
-    let ratio = paired(a, b);
-    let percent = |ratio: f64| 100.0 * (ratio - 1.0);
-    Summary {
-        median: percent(ratio.median),
-        low: percent(ratio.low),
-        high: percent(ratio.high),
-        ..ratio
-    }
+    paired(a, b).map(|ratio| 100.0 * (ratio - 1.0))
 }
 
 /// The CPU time of the worker's median run, in milliseconds. With `taken` the host takes the range
 /// meanwhile, and the number of times a second is added to `taken`.
-fn slice(
-    worker: &mut Vcpu,
-    taking: &Taking,
-    taken: Option<&mut Vec<f64>>,
-) -> Result<f64, LabError> {
+fn slice(worker: &mut Vcpu, taking: &Taking, taken: Option<&mut Vec<f64>>) -> LabResult<f64> {
     taking.on.store(taken.is_some(), Ordering::Release);
     // The first run is not counted, because the last invalidation of the other arm may still be
     // under way.
     work(worker)?;
     let (start, before) = (Instant::now(), taking.done.load(Ordering::Relaxed));
     let runs = (0..RUNS).map(|_| Ok(work(worker)?.as_secs_f64() * 1e3));
-    let runs = runs.collect::<Result<Vec<f64>, LabError>>()?;
+    let runs = runs.collect::<LabResult<Vec<f64>>>()?;
     if let Some(taken) = taken {
         let done = taking.done.load(Ordering::Relaxed) - before;
         taken.push(done as f64 / start.elapsed().as_secs_f64());

@@ -1,9 +1,8 @@
 //! A guest of two vCPUs without a kernel. The first vCPU writes to a piece of memory and exits. The
 //! second keeps touching every page of the next 2 MiB.
 
-use crate::experiment::LabError;
+use crate::experiment::{LabError, LabResult};
 use crate::fixture::{boot_code, joined, resident, time_to_port};
-use lacuna::dirty::Delivery;
 use lacuna::memory::HugePages;
 use lacuna::soft::{Vcpu, Vm, VmBuilder};
 use lacuna::{Exit, Gfn, GfnRange, Kick as _, PAGE_SIZE, Vcpu as _};
@@ -70,14 +69,14 @@ pub struct Call {
 
 impl Scene {
     /// A guest with its two vCPUs: the worker, and the toucher.
-    pub fn new(huge: HugePages, work: Work) -> Result<(Self, Vcpu, Vcpu), LabError> {
+    pub fn new(huge: HugePages, work: Work) -> LabResult<(Self, Vcpu, Vcpu)> {
         let builder = VmBuilder {
             huge,
             ..resident(MEMORY_MIB, 2)
         };
         let code = program(work);
         let pieces = [(u64::from(CODE), &*code)];
-        let (vm, vcpus) = boot_code(&builder, Delivery::Bitmap, &pieces)?;
+        let (vm, vcpus) = boot_code(&builder, &pieces)?;
         let mut vcpus = vcpus.into_iter();
         let (worker, toucher) = vcpus.next().zip(vcpus.next()).expect("two vCPUs");
         let [work, touched] = [WORK, TOUCHED].map(|address| {
@@ -93,7 +92,7 @@ impl Scene {
     }
 
     /// Waits until every page of the touched block is mapped.
-    pub fn wait_mapped(&self) -> Result<(), LabError> {
+    pub fn wait_mapped(&self) -> LabResult {
         let Block { first, range } = self.touched;
         let is_mapped = |page| {
             self.vm
@@ -104,7 +103,7 @@ impl Scene {
     }
 
     /// Waits until the guest has had `faults` faults.
-    pub fn wait_faults(&self, faults: u64) -> Result<(), LabError> {
+    pub fn wait_faults(&self, faults: u64) -> LabResult {
         wait_until(|| self.faults() >= faults)
     }
 
@@ -121,8 +120,8 @@ impl Scene {
     pub fn beside<T: Send>(
         &self,
         toucher: &mut Vcpu,
-        work: impl FnOnce() -> Result<T, LabError> + Send,
-    ) -> Result<T, LabError> {
+        work: impl FnOnce() -> LabResult<T> + Send,
+    ) -> LabResult<T> {
         thread::scope(|scope| {
             let end = End(self);
             let touching = scope.spawn(|| {
@@ -155,7 +154,7 @@ impl Drop for End<'_> {
 ///
 /// # Errors
 /// [`LabError::Busy`]: the vCPU's thread does not get a processor.
-fn wait_until(what: impl Fn() -> bool) -> Result<(), LabError> {
+fn wait_until(what: impl Fn() -> bool) -> LabResult {
     let deadline = Instant::now() + TOUCH;
     while !what() {
         if Instant::now() > deadline {
@@ -203,7 +202,7 @@ impl Block {
 }
 
 /// CPU time of a run of the worker.
-pub fn work(worker: &mut Vcpu) -> Result<Duration, LabError> {
+pub fn work(worker: &mut Vcpu) -> LabResult<Duration> {
     time_to_port(worker).map(Duration::from_nanos)
 }
 
