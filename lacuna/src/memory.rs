@@ -32,6 +32,6 @@ pub use lacuna_host::{
     MemoryKind, PrivateFile, SharedFill, SharedMemory, Swap,
 };
 pub use lacuna_machine::{
-    Balloon, HugePagePolicy, MemoryError, MemoryFaultFlags, MemorySlot, MemorySlotError,
+    Balloon, HugePagePolicy, MemoryError, MemoryFaultFlags, MemorySlot, MemorySlotError, PageOut,
     SharedFile, SlotError, SlotFlags, SlotId,
 };

@@ -1,10 +1,11 @@
-//! Discarded pages: the VMM takes them back, or makes them missing again.
+//! Discarded pages: the VMM takes them back, or makes them missing again. Pages that the VMM pages
+//! out.
 
 use crate::missing::backing;
 use crate::vm::Vm;
-use lacuna_addr::{BackingRange, Gfn, GfnRange};
+use lacuna_addr::{BackingRange, Gfn, GfnRange, PageCount};
 use lacuna_host::{Host, HostError};
-use lacuna_machine::{Balloon, MemoryError};
+use lacuna_machine::{Balloon, MemoryError, PageOut};
 use lacuna_mmu::Rmap;
 use lacuna_slots::Slot;
 use std::sync::Arc;
@@ -72,5 +73,20 @@ impl Vm {
 impl Balloon for Vm {
     fn discard(&self, gfns: GfnRange) -> Result<(), MemoryError> {
         self.discard_by(gfns, Host::discard)
+    }
+}
+
+impl PageOut for Vm {
+    fn page_out(&self, gfns: GfnRange) -> Result<PageCount, MemoryError> {
+        let parts = self.parts(gfns)?;
+        let each = |(slot, part): &Part| {
+            let first = part.start();
+            let range = BackingRange::new(slot.backing_of(first), part.pages());
+            let left = self.host.page_out(range.expect("a part of the slot"));
+            left.map_err(|error| backing(first.gpa(), &error))
+        };
+        let mut left = parts.iter().map(|part| each(part).map(PageCount::get));
+        left.try_fold(0, |sum, left| Ok(sum + left?))
+            .map(PageCount::new)
     }
 }

@@ -11,11 +11,12 @@ use crate::step::{Step, Wait};
 use crate::vm::Vm;
 use lacuna_addr::{Access, Gfn};
 use lacuna_cpu::{Exit, HostPage, Processor, Stop};
-use lacuna_host::{SeenLosses, Ticket};
+use lacuna_host::{SeenLosses, Ticket, major_faults};
 use lacuna_machine::VcpuError;
 use lacuna_mmu::Outcome;
 use lacuna_sync::{GracePeriod, Qsbr, VcpuSlot};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// A processor with its bus.
 pub struct Entry<P: Platform> {
@@ -99,9 +100,18 @@ impl<P: Platform> Entry<P> {
         }
     }
 
-    /// Runs guest code for about `fuel` instructions.
+    /// Runs guest code for about `fuel` instructions. In Linux memory, counts the pages that Linux
+    /// reads meanwhile: no page word has said that they had left.
     pub(crate) fn run(&mut self, fuel: u64) -> Exit<P::Own> {
-        self.online(|cpu, bus, slot| cpu.run(bus, slot, fuel))
+        let faults = |vm: &Vm| vm.backing.as_ref().map_or(0, |_| major_faults());
+        let before = faults(&self.vm);
+        let exit = self.online(|cpu, bus, slot| cpu.run(bus, slot, fuel));
+        let read = faults(&self.vm) - before;
+        if read > 0 {
+            let count = &self.meter().major_faults;
+            count.fetch_add(read, Ordering::Relaxed);
+        }
+        exit
     }
 
     /// Runs one instruction while all other vCPUs are stopped.

@@ -8,9 +8,10 @@ use crate::error::SoftError;
 use crate::meter::Meter;
 use crate::vm::Vm;
 use lacuna_addr::{GfnRange, PAGE_SIZE, PageCount};
+use lacuna_host::SharedMemory;
 use lacuna_machine::{
     Apf, ApfSwitch, Backend, BackendError, Balloon, Builder, ErrorKind, HugePagePolicy, Image,
-    MissingMemory, SharedFile, SharedState, StateError, VcpuStats, VmConfig, VmStats,
+    MissingMemory, PageOut, SharedFile, SharedState, StateError, VcpuStats, VmConfig, VmStats,
 };
 use lacuna_metrics::Metrics;
 use std::fmt;
@@ -71,12 +72,14 @@ impl lacuna_machine::Vm for Vm {
         let linux = self.host.linux_pages();
         stats.resident = PageCount::new(host.resident + linux.get());
         stats.first_touches = host.faults_zero_fill;
-        stats.pages_in = host.swapped_in;
-        stats.pages_out = host.swapped_out;
+        stats.pages_in = host.swapped_in + host.linux_paged_in;
+        stats.pages_out = host.swapped_out + host.linux_paged_out;
         let vcpu = |meter: &Meter| {
             let mut vcpu = VcpuStats::default();
             vcpu.exits = meter.exits.read();
             vcpu.instructions = Some(meter.retired.load(Ordering::Relaxed));
+            let major_faults = meter.major_faults.load(Ordering::Relaxed);
+            vcpu.major_faults = self.backing.as_ref().map(|_| major_faults);
             vcpu
         };
         stats.vcpus = self.meters.iter().map(vcpu).collect();
@@ -115,6 +118,11 @@ impl lacuna_machine::Vm for Vm {
 
     fn balloon(&self) -> Option<&dyn Balloon> {
         Some(self)
+    }
+
+    fn page_out(&self) -> Option<&dyn PageOut> {
+        let is_huge = self.shared_memory().is_some_and(SharedMemory::is_huge);
+        (self.backing.is_some() && !is_huge).then_some(self)
     }
 
     fn apf_switch(&self) -> Option<&dyn ApfSwitch> {

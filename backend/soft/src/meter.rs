@@ -15,6 +15,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 pub(crate) struct Meter {
     pub(crate) retired: AtomicU64,
     pub(crate) exits: ExitCounters,
+    /// Pages that Linux has read inside of guest code.
+    pub(crate) major_faults: AtomicU64,
     /// A kick that no run has taken yet.
     pub(crate) kicked: AtomicBool,
     /// Ends the vCPU's wait for a page that is filled from outside.

@@ -142,7 +142,7 @@ impl<P: Platform> VcpuOf<P> {
         }
         // If the page arrives before the event could be delivered, the event is useless.
         match origin {
-            Origin::Swap if self.vm.host.reads_at_once() => return Some(ticket),
+            Origin::Swap if self.vm.host.reads_at_once(&ticket) => return Some(ticket),
             Origin::Swap => {
                 if self.arrives_soon(gfn, &ticket) {
                     return (!ticket.is_done()).then_some(ticket);
@@ -244,7 +244,9 @@ impl<P: Platform> VcpuOf<P> {
 pub fn backing(gpa: Gpa, error: &HostError) -> MemoryError {
     let cause = error.to_string();
     match error {
-        HostError::Discard { .. } => MemoryError::Refused { gpa, cause },
+        HostError::Discard { .. } | HostError::PageOut { .. } => {
+            MemoryError::Refused { gpa, cause }
+        }
         _ => {
             let kind = error.failure_kind();
             MemoryError::Backing { gpa, kind, cause }

@@ -11,6 +11,7 @@
 //! * [`irqfd`]: an eventfd becomes an interrupt of a KVM guest. [`ioeventfd`]: a guest's write
 //!   signals an eventfd.
 //! * [`VcpuStatistic`]: one of KVM's statistics of a vCPU.
+//! * [`major_faults`]: how often Linux has read a page for the calling thread.
 //! * [`tap`], [`new_network_namespace`]: a network interface of this process, apart from others.
 //!
 //! An *unsafe room*: these calls change the process's own memory, or take its addresses.
@@ -27,6 +28,7 @@ mod signals;
 mod statistic;
 mod tap;
 mod touch;
+mod usage;
 mod userfaultfd;
 
 pub use area::MissingArea;
@@ -39,4 +41,5 @@ pub use sigbus::TakenPages;
 pub use statistic::VcpuStatistic;
 pub use tap::{new_network_namespace, tap};
 pub use touch::{Touched, Toucher};
+pub use usage::major_faults;
 pub use userfaultfd::{Errno, Event, Fault, Minor, Partial, Userfaultfd, Waiters};

@@ -29,6 +29,10 @@ const SWAPPED: u64 = 1 << 4;
 const WP_MATCHING: u64 = 1;
 /// `PM_SCAN_CHECK_WPASYNC`: refuse untracked ranges instead of skipping them.
 const CHECK_WPASYNC: u64 = 1 << 1;
+/// Bit 63 of an entry of the file (`Documentation/admin-guide/mm/pagemap.rst`).
+const IN_MEMORY: u64 = 1 << 63;
+/// Bit 62 of such an entry.
+const SWAPPED_OUT: u64 = 1 << 62;
 /// Ranges in one answer.
 const RANGES: usize = 512;
 
@@ -185,8 +189,18 @@ impl Pagemap {
     /// # Errors
     /// As `read(2)`.
     pub fn touched(&self, range: HvaRange) -> io::Result<Vec<bool>> {
-        /// Bits 63 and 62 of an entry (`Documentation/admin-guide/mm/pagemap.rst`).
-        const PRESENT_OR_SWAPPED: u64 = 3 << 62;
+        self.entries_with(IN_MEMORY | SWAPPED_OUT, range)
+    }
+
+    /// Whether the page table maps each page of `range`: an access faults on no other page.
+    ///
+    /// # Errors
+    /// As `read(2)`.
+    pub fn mapped(&self, range: HvaRange) -> io::Result<Vec<bool>> {
+        self.entries_with(IN_MEMORY, range)
+    }
+
+    fn entries_with(&self, bits: u64, range: HvaRange) -> io::Result<Vec<bool>> {
         let mut entries = vec![0; range.pages() as usize * size_of::<u64>()];
         let first = range.start().get() / PAGE_SIZE as u64;
         let read = self
@@ -194,8 +208,8 @@ impl Pagemap {
             .read_exact_at(&mut entries, first * size_of::<u64>() as u64);
         read.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
         let (entries, _) = entries.as_chunks();
-        let touched = |entry: &[u8; 8]| u64::from_ne_bytes(*entry) & PRESENT_OR_SWAPPED != 0;
-        Ok(entries.iter().map(touched).collect())
+        let has_any = |entry: &[u8; 8]| u64::from_ne_bytes(*entry) & bits != 0;
+        Ok(entries.iter().map(has_any).collect())
     }
 }
 

@@ -18,6 +18,7 @@ pub mod misuse;
 pub mod nmi;
 pub mod nonresident;
 pub mod odd_slots;
+pub mod paged_out;
 pub mod powers;
 pub mod processors;
 pub mod reentry;

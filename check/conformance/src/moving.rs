@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use lacuna_addr::PAGE_SIZE;
 use lacuna_machine::{
     Exit, GuestMemory, Kick as _, MemorySlot, MemorySlots, Next, PlatformDevices, SaveRestore,
-    StateError, Vcpu as _, VcpuState, Vm as _, dispatch,
+    SharedState, StateError, Vcpu as _, VcpuState, Vm as _, dispatch,
 };
 
 use crate::backend::{Backend, Lacks, Made, Request, VcpuOf};
@@ -126,6 +126,37 @@ fn with_more_work(command_line: &str, times: u64) -> String {
     words.join(" ")
 }
 
+/// The state of a stopped guest, without its memory.
+pub struct Stopped {
+    shared: SharedState,
+    vcpus: Vec<VcpuState>,
+}
+
+/// Saves a guest, no vCPU of which runs.
+///
+/// # Panics
+/// If a state is not saved.
+pub fn stop<B: Backend>(from: &mut Made<B>, devices: &PlatformDevices) -> Stopped {
+    // It completes half-done instructions, which may change the shared state.
+    save(from, devices);
+    let shared = from.vm.save_shared().expect("no vCPU runs");
+    let vcpus = save(from, devices);
+    Stopped { shared, vcpus }
+}
+
+/// Makes `to`, which has the guest's memory, continue at this state.
+///
+/// # Panics
+/// If a state is refused.
+pub fn resume<B: Backend>(to: &mut Made<B>, stopped: &Stopped) {
+    let restored = to.vm.restore_shared(&stopped.shared);
+    restored.unwrap_or_else(|refused| panic!("{refused}"));
+    for (vcpu, state) in to.vcpus.iter_mut().zip(&stopped.vcpus) {
+        let restored = vcpu.restore(state);
+        restored.unwrap_or_else(|refused| panic!("vCPU {}: {refused}", vcpu.index()));
+    }
+}
+
 /// Makes a VM of `backend`, moves the guest of `from` there, and drops the old VM.
 ///
 /// # Panics
@@ -137,17 +168,9 @@ pub fn move_to<A: Backend, B: Backend>(
     devices: &PlatformDevices,
 ) -> Result<Made<B>, Lacks> {
     let mut to = backend.make_bare(request)?;
-    // It completes half-done instructions, which may change the shared state.
-    save(&mut from, devices);
-    let shared = from.vm.save_shared().expect("no vCPU runs");
-    let states = save(&mut from, devices);
+    let stopped = stop(&mut from, devices);
     copy_memory(&*from.vm, &*to.vm);
     drop(from);
-    let restored = to.vm.restore_shared(&shared);
-    restored.unwrap_or_else(|refused| panic!("{refused}"));
-    for (vcpu, state) in to.vcpus.iter_mut().zip(&states) {
-        let restored = vcpu.restore(state);
-        restored.unwrap_or_else(|refused| panic!("vCPU {}: {refused}", vcpu.index()));
-    }
+    resume(&mut to, &stopped);
     Ok(to)
 }

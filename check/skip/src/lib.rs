@@ -13,7 +13,8 @@
 //! ```text
 //! target/debug/skipped/PARENT/PID      PARENT: the `cargo test` that started the test program PID
 //! ```
-//! [`HugePages`] reserves huge pages for a test, or ends it as skipped.
+//! [`HugePages`] reserves huge pages for a test, and [`SwapFile`] adds a swap device. They end the
+//! test as skipped where that is not possible.
 //!
 //! A function deep inside of a test may end it by [`skip_test`], if the test has the attribute
 //! [`test`] of this crate. [`alone`] gives a test its own process.
@@ -27,6 +28,7 @@ mod alone;
 mod huge;
 mod record;
 mod skip;
+mod swap;
 #[cfg(test)]
 mod tests;
 
@@ -37,6 +39,7 @@ pub use alone::alone;
 pub use huge::HugePages;
 pub use lacuna_skip_attribute::test;
 pub use skip::{run, skip, skip_test};
+pub use swap::SwapFile;
 
 /// Prints the tests that this run of `cargo test` has skipped; call it from the last test program.
 pub fn report() {

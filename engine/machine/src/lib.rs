@@ -67,7 +67,7 @@ pub use lacuna_source::{
 pub use lacuna_state::{Apf, ProcessorFeatures, SharedState, StateError, VcpuState, arm64, x86};
 pub use log_reader::{LogReader, LogReaders};
 pub use machine::{Machine, MachineError, Running};
-pub use memory::{Balloon, GuestMemory, MemoryError};
+pub use memory::{Balloon, GuestMemory, MemoryError, PageOut};
 pub use missing::{FaultToken, MissingMemory, Provided, ReadyOutcome, TokenError};
 pub use pause::Paused;
 pub use run::{Next, dispatch};

@@ -1,7 +1,7 @@
 //! Guest memory as bytes.
 
 use crate::ErrorKind;
-use lacuna_addr::{GfnRange, Gpa};
+use lacuna_addr::{GfnRange, Gpa, PageCount};
 use lacuna_source::FailureKind;
 
 /// Why an access to guest memory failed.
@@ -76,4 +76,22 @@ pub trait Balloon {
     /// No slot holds all of `gfns`, or the backend cannot discard pages of that slot: parts of huge
     /// pages of a memory file, for example. Pages before it may be discarded.
     fn discard(&self, gfns: GfnRange) -> Result<(), MemoryError>;
+}
+
+/// Pages out memory that Linux gives to the backend page by page, such as a private file. Nothing
+/// else of the backend evicts such pages.
+pub trait PageOut {
+    /// Asks Linux to page out the pages of `gfns`, which lie in slots, and returns how many have
+    /// left. A vCPU's next access of one does not read it inside guest code: the guest gets
+    /// page-not-present, or the vCPU waits. Any other access waits.
+    ///
+    /// Pages stay that the guest has not touched yet, that an instruction in progress needs, or
+    /// that Linux has no place for: a written page needs a swap device, a clean page of a file does
+    /// not. Takes as long as Linux writes, and holds up only vCPUs that need one of the 512 pages
+    /// that are being paged out.
+    ///
+    /// # Errors
+    /// No slot holds all of `gfns`, or they are not such memory. Huge pages of hugetlbfs never
+    /// leave. Pages before it may have left.
+    fn page_out(&self, gfns: GfnRange) -> Result<PageCount, MemoryError>;
 }

@@ -7,8 +7,8 @@
 use crate::{
     Apf, Arch, Balloon, DirtyTracking, Ending, ErrorKind, ExitCounts, ExitKind, GuestMemory,
     GuestWrite, Image, InterruptController, Interrupts, IoBus, IoEventFd, IoEventFdError, Kick,
-    Machine, MachineError, MemorySlots, MissingMemory, PlatformDevices, Running, SaveRestore,
-    SharedState, StateError,
+    Machine, MachineError, MemorySlots, MissingMemory, PageOut, PlatformDevices, Running,
+    SaveRestore, SharedState, StateError,
 };
 use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_metrics::{Kind, Metrics, Value};
@@ -104,6 +104,10 @@ pub struct VcpuStats {
     pub exits: ExitCounts,
     /// Instructions retired; `None` if the backend does not count them.
     pub instructions: Option<u64>,
+    /// Pages that Linux has read inside of guest code, so the guest was not notified: Linux had
+    /// paged them out unasked, or they were first touched and are a file's. `None` if the backend
+    /// does not count them, or its pages are not Linux memory.
+    pub major_faults: Option<u64>,
 }
 
 impl VmStats {
@@ -145,6 +149,11 @@ impl VmStats {
                 let help = "Instructions retired.";
                 let of = ("lacuna_vcpu_instructions_total", help, Kind::Counter);
                 to.add(of, &[("vcpu", vcpu)], Value::Whole(retired));
+            }
+            if let Some(read) = stats.major_faults {
+                let help = "Pages that Linux has read inside of guest code.";
+                let of = ("lacuna_vcpu_major_faults_total", help, Kind::Counter);
+                to.add(of, &[("vcpu", vcpu)], Value::Whole(read));
             }
         }
     }
@@ -266,6 +275,11 @@ pub trait Vm:
 
     /// Memory that the VMM may take back, if the backend can discard pages of this VM.
     fn balloon(&self) -> Option<&dyn Balloon> {
+        None
+    }
+
+    /// Memory that the VMM may page out, if the VM has Linux memory whose pages can leave.
+    fn page_out(&self) -> Option<&dyn PageOut> {
         None
     }
 

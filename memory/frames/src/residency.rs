@@ -32,8 +32,9 @@
 //! changes it to Resident. For `Empty` the block word is read too: if the first touch of a block
 //! made a compound page, all its page words are Empty.
 //!
-//! `Discarding`: a thread discards the page's bytes, and then makes it Zero or Empty. `InPlace` is
-//! a state of Linux memory, whose pages have no frame of the budget: `lacuna-host` draws it.
+//! `Discarding`: a thread discards the page's bytes, and then makes it Zero or Empty. `InPlace`,
+//! `PagedOut` and `PagingIn` are states of Linux memory, whose pages have no frame of the budget:
+//! `lacuna-host` draws them.
 //!
 //! The word: bits 0..3 state, 3..32 frame, 32..64 swap entry + 1 (0 for none).
 
@@ -84,13 +85,17 @@ pub enum PageState {
     Collapsed,
     /// In its region's Linux memory: see `linux`.
     InPlace,
-    /// A thread is discarding its bytes.
+    /// A thread is discarding its bytes, or is asking Linux to page it out.
     Discarding,
+    /// In its region's Linux memory, but Linux was asked to page it out.
+    PagedOut,
+    /// As `PagedOut`, being brought back; a ticket exists.
+    PagingIn,
 }
 
 use PageState::{
-    Collapsed, Discarding, Empty, Evicting, Fetching, Gone, InPlace, Lost, Reading, Resident,
-    Swapped, Writeback, Zero,
+    Collapsed, Discarding, Empty, Evicting, Fetching, Gone, InPlace, Lost, PagedOut, PagingIn,
+    Reading, Resident, Swapped, Writeback, Zero,
 };
 
 /// Tag 7 is Gone, or Collapsed if the frame field has this value.
@@ -101,6 +106,10 @@ const ZERO: u64 = 2;
 const IN_PLACE: u64 = 3;
 /// As above, for Discarding.
 const DISCARDING: u64 = 4;
+/// As above, for PagedOut.
+const PAGED_OUT: u64 = 5;
+/// As above, for PagingIn.
+const PAGING_IN: u64 = 6;
 
 impl PageState {
     #[inline]
@@ -126,6 +135,8 @@ impl PageState {
             Zero => pack(7, ZERO, None),
             InPlace => pack(7, IN_PLACE, None),
             Discarding => pack(7, DISCARDING, None),
+            PagedOut => pack(7, PAGED_OUT, None),
+            PagingIn => pack(7, PAGING_IN, None),
         }
     }
 
@@ -150,6 +161,8 @@ impl PageState {
             (7, _) if frame.get() == ZERO => Zero,
             (7, _) if frame.get() == IN_PLACE => InPlace,
             (7, _) if frame.get() == DISCARDING => Discarding,
+            (7, _) if frame.get() == PAGED_OUT => PagedOut,
+            (7, _) if frame.get() == PAGING_IN => PagingIn,
             (7, _) => Gone,
             _ => Empty,
         }
@@ -163,7 +176,16 @@ impl PageState {
             | Writeback { frame, .. }
             | Reading { frame, .. }
             | Fetching { frame } => Some(frame),
-            Empty | Zero | Swapped { .. } | Lost | Gone | Collapsed | InPlace | Discarding => None,
+            Empty
+            | Zero
+            | Swapped { .. }
+            | Lost
+            | Gone
+            | Collapsed
+            | InPlace
+            | Discarding
+            | PagedOut
+            | PagingIn => None,
         }
     }
 
@@ -172,7 +194,16 @@ impl PageState {
         match self {
             Resident { entry, .. } | Evicting { entry, .. } => entry,
             Writeback { entry, .. } | Swapped { entry } | Reading { entry, .. } => Some(entry),
-            Empty | Fetching { .. } | Zero | Lost | Gone | Collapsed | InPlace | Discarding => None,
+            Empty
+            | Fetching { .. }
+            | Zero
+            | Lost
+            | Gone
+            | Collapsed
+            | InPlace
+            | Discarding
+            | PagedOut
+            | PagingIn => None,
         }
     }
 
@@ -272,7 +303,7 @@ impl PageState {
     /// The page has arrived in Linux memory.
     pub const fn arrived_in_place(self) -> Option<Self> {
         match self {
-            Fetching { .. } => Some(InPlace),
+            Fetching { .. } | PagingIn => Some(InPlace),
             _ => None,
         }
     }
@@ -280,7 +311,7 @@ impl PageState {
     /// A thread begins to discard the bytes of a page of Linux memory.
     pub const fn discarded(self) -> Option<Self> {
         match self {
-            Empty | Zero | InPlace => Some(Discarding),
+            Empty | Zero | InPlace | PagedOut => Some(Discarding),
             _ => None,
         }
     }
@@ -288,7 +319,7 @@ impl PageState {
     /// The kernel has taken the page's memory away.
     pub const fn taken(self) -> Option<Self> {
         match self {
-            InPlace => Some(Lost),
+            InPlace | PagedOut => Some(Lost),
             _ => None,
         }
     }
@@ -305,7 +336,7 @@ impl PageState {
     /// The read failed, or the source cannot provide the page.
     pub const fn arrival_failed(self) -> Option<Self> {
         match self {
-            Reading { .. } | Fetching { .. } => Some(Lost),
+            Reading { .. } | Fetching { .. } | PagingIn => Some(Lost),
             _ => None,
         }
     }
@@ -313,10 +344,15 @@ impl PageState {
     /// The region is removed. `None` while an operation on the page is in progress.
     pub const fn removed(self) -> Option<Self> {
         match self {
-            Empty | Zero | Resident { .. } | Swapped { .. } | Lost | InPlace => Some(Gone),
-            Evicting { .. } | Writeback { .. } | Reading { .. } | Fetching { .. } | Discarding => {
-                None
+            Empty | Zero | Resident { .. } | Swapped { .. } | Lost | InPlace | PagedOut => {
+                Some(Gone)
             }
+            Evicting { .. }
+            | Writeback { .. }
+            | Reading { .. }
+            | Fetching { .. }
+            | Discarding
+            | PagingIn => None,
             Gone | Collapsed => None,
         }
     }

@@ -15,7 +15,7 @@ use lacuna_swap::{Page, SwapEntry, SwapMap, SwapStore};
 use lacuna_sync::{Clock, Mutex, lock, lock_order};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize};
 use std::thread::Thread;
 
 /// Frames that must exist in addition to the vCPUs' frames: a cluster that is being written out,
@@ -30,6 +30,8 @@ pub(crate) struct Core {
     pub frames: Arc<Frames>,
     /// The used parts of the addresses for Linux memory.
     pub linux: LinuxAddresses,
+    /// The pages of Linux memory that shall be in place at most; `u64::MAX`: any number.
+    pub linux_limit: AtomicU64,
     /// Pages of Linux memory that the kernel has taken away.
     pub losses: Losses,
     pub regions: Regions,

@@ -25,6 +25,8 @@ pub(crate) struct Counters {
     pub splits: AtomicU64,
     pub collapses: AtomicU64,
     pub collapse_failures: AtomicU64,
+    pub linux_paged_out: AtomicU64,
+    pub linux_paged_in: AtomicU64,
 }
 
 impl Counters {

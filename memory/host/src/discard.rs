@@ -202,7 +202,9 @@ impl Core {
                 | PageState::Reading { .. }
                 | PageState::Collapsed
                 | PageState::Discarding
-                | PageState::InPlace => return Step::Busy,
+                | PageState::InPlace
+                | PageState::PagedOut
+                | PageState::PagingIn => return Step::Busy,
             }
         }
     }

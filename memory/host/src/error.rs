@@ -89,6 +89,14 @@ pub enum HostError {
         /// The reason.
         reason: String,
     },
+    /// The pages cannot be paged out.
+    #[error("cannot page out pages from {from} on: {reason}; they stay in memory")]
+    PageOut {
+        /// The first page.
+        from: BackingAddr,
+        /// The reason.
+        reason: String,
+    },
     /// A thread of the manager could not be started.
     #[error("cannot start a thread: {0}; raise the limit on processes (ulimit -u)")]
     Thread(String),
@@ -129,6 +137,7 @@ impl HostError {
             | Self::SwapWrite { .. }
             | Self::Exhausted { .. }
             | Self::Discard { .. }
+            | Self::PageOut { .. }
             | Self::Lost(_)
             | Self::Thread(_) => false,
         }

@@ -10,6 +10,7 @@ use crate::per_cpu_pages::PerCpuPages;
 use crate::region::{HugePages, MmuNotifier, Regions};
 use crate::settled::Settled;
 use crate::spare_caches::SpareCaches;
+use crate::ticket::Ticket;
 use lacuna_addr::{
     BackingAddr, BackingRange, HvaRange, Level, PageCount, Pfn, room_for, room_for_threads,
 };
@@ -22,7 +23,7 @@ use lacuna_swap::{Reads, SwapMap, SwapStore};
 use lacuna_sync::{Clock, Mutex, Nanos, lock};
 use std::ops::ControlFlow;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 
 /// The configuration of a [`Host`].
 pub struct HostConfig {
@@ -92,6 +93,7 @@ impl Host {
         let core = Core {
             frames,
             linux: LinuxAddresses::default(),
+            linux_limit: AtomicU64::new(u64::MAX),
             losses: Losses::default(),
             regions: Regions::default(),
             huge,
@@ -276,9 +278,11 @@ impl Host {
     }
 
     /// Whether a read takes less time than reporting it to a guest: the device answers at once, and
-    /// no latency is added.
-    pub fn reads_at_once(&self) -> bool {
-        matches!(self.core.store.reads(), Reads::Immediate) && self.core.store.latency_ns() == 0
+    /// no latency is added. Linux memory has devices of its own.
+    pub fn reads_at_once(&self, ticket: &Ticket) -> bool {
+        ticket.region().linux.is_none()
+            && matches!(self.core.store.reads(), Reads::Immediate)
+            && self.core.store.latency_ns() == 0
     }
 
     /// The time until which a polling thread may sleep: when the first completion is due. `None` if

@@ -62,7 +62,7 @@ pub use lacuna_swap::{
     StoreFrames, Swap, SwapEntry, SwapError, SwapStore, WriteFailed,
 };
 pub use lacuna_sync::LatencySetting;
-pub use lacuna_sys::Toucher;
+pub use lacuna_sys::{Toucher, major_faults};
 pub use linux::SeenLosses;
 pub use per_cpu_pages::PerCpuPages;
 pub use reclaim::{balance::Background, balance::Progress, collapse::Collapse};

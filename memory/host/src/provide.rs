@@ -254,7 +254,9 @@ impl Region {
                 PageState::Fetching { .. }
                 | PageState::Zero
                 | PageState::Swapped { .. }
-                | PageState::Reading { .. },
+                | PageState::Reading { .. }
+                | PageState::PagedOut
+                | PageState::PagingIn,
             ) => true,
             _ => false,
         }

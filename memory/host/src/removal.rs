@@ -136,7 +136,7 @@ impl Core {
         let state = word.load();
         let removed = match (state, state.removed()) {
             (PageState::Gone, _) => return Removal::Done,
-            (PageState::Reading { .. }, _) => {
+            (PageState::Reading { .. } | PageState::PagingIn, _) => {
                 self.cancel_read(page);
                 return Removal::Busy;
             }

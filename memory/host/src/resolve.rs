@@ -132,17 +132,14 @@ impl Core {
                 PageState::Fetching { .. } => self.join(page, cache).map(Resolution::Missing),
                 PageState::Zero => self.refill(page, access, cache),
                 PageState::Collapsed => {
-                    match cache.region().block_word(page).map(BlockWord::load) {
-                        Some(block_word) => {
-                            self.by_block_word(page, block_word, access, max_level, cache)
-                        }
-                        None => {
-                            unreachable!("{page:?} is collapsed, but its block has no block_word")
-                        }
-                    }
+                    let block_word = cache.region().block_word(page).map(BlockWord::load);
+                    let block_word = block_word.expect("a collapsed page is in a block");
+                    self.by_block_word(page, block_word, access, max_level, cache)
                 }
                 PageState::Discarding => Some(Resolution::Busy),
-                PageState::InPlace => self.resolve_linux(page, state, cache),
+                PageState::InPlace | PageState::PagedOut | PageState::PagingIn => {
+                    self.resolve_linux(page, state, cache)
+                }
                 PageState::Lost | PageState::Gone => Some(Resolution::Lost(self.lost_page(page))),
             };
             // None: another thread changed the page meanwhile; look again.
@@ -420,7 +417,8 @@ impl Core {
         to: PageState,
         cache: &PerCpuPages,
     ) -> Option<Ticket> {
-        let ticket = Ticket::new(page, cache.region().clone(), to.frame()?);
+        let frame = to.frame().or_else(|| cache.region().linux_frame(page));
+        let ticket = Ticket::new(page, cache.region().clone(), frame?);
         // Under one lock, so that a thread that sees the new state finds the ticket.
         let mut tickets = lock(&self.tickets);
         cache.region().word(page)?.change(from, to).ok()?;

@@ -77,6 +77,10 @@ counters! {
         counter collapses,
         /// Collapses that failed: a fault took a page back, or no block of frames was free.
         counter collapse_failures,
+        /// Pages of Linux memory that Linux has paged out for this host.
+        counter linux_paged_out,
+        /// Those of them that this host has brought back.
+        counter linux_paged_in,
     }
 }
 
@@ -168,6 +172,8 @@ impl Core {
             splits: get(&counters.splits),
             collapses: get(&counters.collapses),
             collapse_failures: get(&counters.collapse_failures),
+            linux_paged_out: get(&counters.linux_paged_out),
+            linux_paged_in: get(&counters.linux_paged_in),
         }
     }
 }

@@ -95,6 +95,10 @@ impl Host {
 impl Core {
     /// Carries out the read, on the thread that claimed the ticket.
     pub fn read(&self, ticket: &Ticket) -> Result<(), SwapError> {
+        if let Some(linux) = &ticket.region().linux {
+            self.touch_paged_out(ticket, linux);
+            return Ok(());
+        }
         // SAFETY: the page word says Reading, so nothing maps or evicts the frame, and this thread
         // alone has claimed the ticket.
         let page = unsafe { self.frames.pool.exclusive(ticket.frame()) };
@@ -125,6 +129,9 @@ impl Core {
     /// Completes a read from swap: the page becomes resident, or lost if the read has failed or its
     /// checksum is wrong.
     pub fn complete_read(&self, ticket: &Ticket, result: Result<(), SwapError>) {
+        if ticket.region().linux.is_some() {
+            return self.complete_page_in(ticket, result);
+        }
         let result = result.and_then(|()| self.check(ticket));
         let result = result.map_err(|error| self.lost_in(ticket, &error));
         if result.is_ok() {

@@ -38,8 +38,8 @@ struct Found {
     blocks: BTreeSet<usize>,
     entries: BTreeSet<SwapEntry>,
     reading: usize,
-    /// Requested pages of Linux memory.
-    linux_fetching: usize,
+    /// Pages of Linux memory in flight.
+    linux_in_flight: usize,
     swapped_out: i64,
 }
 
@@ -140,7 +140,7 @@ impl Core {
         );
         let tickets = lock(&self.tickets).len();
         assert_eq!(
-            found.reading + found.linux_fetching,
+            found.reading + found.linux_in_flight,
             tickets,
             "tickets against pages being read"
         );
@@ -183,11 +183,12 @@ impl Core {
                 );
             }
             match word.load() {
-                PageState::Empty | PageState::Zero | PageState::Lost => {}
+                PageState::Empty | PageState::Zero | PageState::PagedOut | PageState::Lost => {}
                 PageState::InPlace => in_place += 1,
-                PageState::Fetching { frame } => {
-                    found.linux_fetching += 1;
-                    assert_eq!(Some(frame), region.linux_frame(page), "{page:?}");
+                state @ (PageState::Fetching { .. } | PageState::PagingIn) => {
+                    found.linux_in_flight += 1;
+                    let frame = state.frame().or(region.linux_frame(page));
+                    assert_eq!(frame, region.linux_frame(page), "{page:?}");
                     let known = lock(&self.tickets).contains_key(&page);
                     assert!(known, "{page:?} has no ticket");
                 }
@@ -261,7 +262,9 @@ fn verify_frame_state(page: PageState, frame: FrameState) {
         | PageState::Gone
         | PageState::Collapsed
         | PageState::InPlace
-        | PageState::Discarding => false,
+        | PageState::Discarding
+        | PageState::PagedOut
+        | PageState::PagingIn => false,
     };
     assert!(agree, "page {page:?} in a frame that is {frame:?}");
 }

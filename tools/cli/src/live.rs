@@ -250,10 +250,15 @@ pub fn summary(last: &RunSample) -> String {
     if let Some(pages) = &last.pages {
         text.push_str(&pages_line(pages));
     }
+    let read = last
+        .major_faults
+        .map(|read| format!("; Linux has read {read} in guest code"));
     let _ = writeln!(
         text,
-        "swap      {} pages in, {} out",
-        last.swap_in, last.swap_out
+        "swap      {} pages in, {} out{}",
+        last.swap_in,
+        last.swap_out,
+        read.unwrap_or_default()
     );
     let faults: Vec<String> = last
         .faults
@@ -392,6 +397,7 @@ mod tests {
             resident_bytes: 512 << 20,
             peak_bytes: 520 << 20,
             swap_in: 81_000,
+            major_faults: None,
             swap_out: 640,
             faults: vec![faults("zero", 131_072), faults("major", 81_000)],
             exits: vec![[("mmio", 0), ("io", 7)].into(), [("io", 5)].into()],

@@ -133,6 +133,8 @@ impl Watched for lacuna::soft::Vm {
         count_host(last, &self.host().stats(), &self.stalls());
         count_exits(last, &lacuna::Vm::stats(self));
         last.resident_bytes += self.host().linux_pages().bytes();
+        let vcpus = lacuna::Vm::stats(self).vcpus.into_iter();
+        last.major_faults = vcpus.map(|vcpu| vcpu.major_faults).sum();
         count_apf(last, &self.apf_stats());
         count_dirty(last, self);
     }
@@ -227,8 +229,8 @@ fn count_host(last: &mut RunSample, host: &HostStats, stalls: &[lacuna::soft::St
     last.resident_bytes = PageCount::new(host.resident + host.store).bytes();
     let page_cache = PageCount::new(host.page_cache).bytes();
     last.peak_bytes = last.peak_bytes.max(peak_resident() + page_cache);
-    last.swap_in = host.swapped_in;
-    last.swap_out = host.swapped_out;
+    last.swap_in = host.swapped_in + host.linux_paged_in;
+    last.swap_out = host.swapped_out + host.linux_paged_out;
     if let Some(huge) = &mut last.huge {
         *huge = Huge {
             pages: host.huge_pages,

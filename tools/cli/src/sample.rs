@@ -27,10 +27,13 @@ pub struct RunSample {
     pub resident_bytes: u64,
     /// The highest resident memory of this process, with the swap page cache, in bytes.
     pub peak_bytes: u64,
-    /// Pages read back from swap.
+    /// Evicted pages that were read back.
     pub swap_in: u64,
-    /// Pages written to swap.
+    /// Pages that were written to swap, or that Linux has paged out.
     pub swap_out: u64,
+    /// Pages that Linux has read inside of guest code; `None` where it does not have the guest's
+    /// memory, or this is not counted.
+    pub major_faults: Option<u64>,
     /// Faults by kind, in the order to show them.
     pub faults: Vec<Faults>,
     /// The exits of each vCPU to the VMM, by the names of [`lacuna::ExitKind`].

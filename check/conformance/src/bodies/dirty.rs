@@ -90,10 +90,24 @@ impl Copy {
 
 /// Runs `churn` beside a monitor with one and two vCPUs.
 fn follow<B: Backend>(backend: &B, tracking: Tracking) -> Outcome {
-    follow_from(backend, tracking, Copy::begin::<B>)
+    follow_from(backend, tracking, Copy::begin::<B>, |_| ())
 }
 
-fn follow_from<B: Backend>(backend: &B, tracking: Tracking, begin: fn(&B::Vm) -> Copy) -> Outcome {
+/// As [`follow`]. Before each harvest the monitor calls `meanwhile`.
+pub(super) fn follow_while<B: Backend>(
+    backend: &B,
+    tracking: Tracking,
+    meanwhile: fn(&B::Vm),
+) -> Outcome {
+    follow_from(backend, tracking, Copy::begin::<B>, meanwhile)
+}
+
+fn follow_from<B: Backend>(
+    backend: &B,
+    tracking: Tracking,
+    begin: fn(&B::Vm) -> Copy,
+    meanwhile: fn(&B::Vm),
+) -> Outcome {
     let backend = backend.clone();
     within(move || {
         for vcpus in [1, 2] {
@@ -115,6 +129,7 @@ fn follow_from<B: Backend>(backend: &B, tracking: Tracking, begin: fn(&B::Vm) ->
                     let mut harvested = 0;
                     while !running.is_over() {
                         thread::sleep(Duration::from_millis(5));
+                        meanwhile(running.vm);
                         harvested += copy.harvest::<B>(running.vm);
                     }
                     (copy, harvested)
@@ -293,7 +308,7 @@ pub fn a_log_begins_with_all_pages_set<B: Backend>(backend: &B) -> Outcome {
             let pages = harvest(&*vm).len() as u64;
             assert_eq!(pages, vm.memory_slots()[0].gfns.pages());
             assert_eq!(harvest(&*vm), BTreeSet::new(), "taken");
-            follow_from(backend, Tracking::Bitmap, Copy::begin_set::<B>)
+            follow_from(backend, Tracking::Bitmap, Copy::begin_set::<B>, |_| ())
         }
         Err(refused @ DirtyError::Unsupported(_)) => {
             let refused_again = vm.get_dirty(id, &mut [0; 64]);

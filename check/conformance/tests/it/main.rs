@@ -71,6 +71,20 @@ mod evicts {
     );
 }
 
+/// Bodies about Linux memory that the VMM pages out.
+mod pages_out {
+    use super::*;
+
+    lacuna_conformance::suite!(@bodies {
+        linux_x86_64: memory(MemoryKind::Linux).on(X86_64);
+        linux_arm64: memory(MemoryKind::Linux).on(Arm64);
+    } {};
+        paged_out:
+            a_paged_out_guest_runs_another_thread, no_write_is_missed_of_paged_out_pages,
+            nothing_is_lost_in_linux_swap;
+    );
+}
+
 /// Bodies of guests that are larger than their budget, on KVM with huge pages.
 mod over_budget {
     use super::*;

@@ -159,6 +159,26 @@ fn bit_0_enables_and_bit_3_alone_does_not() {
     }
 }
 
+/// Bit 2 is for a nested guest, and there is none: the bit is kept, and changes no event.
+#[test]
+fn bit_2_changes_no_event() {
+    const NESTED: u64 = 1 << 2;
+    let events = |en| {
+        let mut fixture = Fixture::new(en);
+        let (_, completion) = fixture.inject(5);
+        let mut events = fixture.guest.take_events();
+        completion.complete();
+        assert_eq!(fixture.poll(), 1);
+        events.extend(fixture.guest.take_events());
+        let kept = fixture.queue.read_msr(Msr::Enable);
+        assert_eq!(kept, Some(AREA | en));
+        events
+    };
+    for en in [ENABLED, ENABLED | AS_INT, ENABLED | SEND_ALWAYS | AS_INT] {
+        assert_eq!(events(en | NESTED), events(en), "{en:#x}");
+    }
+}
+
 #[test]
 fn enabling_queues_a_wake_all() {
     for en in [ENABLED, ENABLED | AS_INT] {

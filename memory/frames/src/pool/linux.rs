@@ -61,6 +61,16 @@ impl Pool {
         }
     }
 
+    /// Asks Linux to page these pages out: to swap, or a clean page of a file by dropping it. Linux
+    /// keeps a page that it has no place for, that other processes map, or that is pinned.
+    pub fn page_out_linux(&self, first: Pfn, pages: usize) -> Result<(), Errno> {
+        let range = self.range(first, pages);
+        assert!(self.linux().contains(&first.index()), "not Linux memory");
+        let at = self.at(first).as_ptr().cast();
+        // SAFETY: the range lies inside the mapping, and the advice keeps the bytes.
+        unsafe { madvise(at, bytes_of(range), Advice::LinuxPageOut) }
+    }
+
     /// Whether a new mapping has all of its pages at once, because this process locks new mappings
     /// (`mlockall(2)` with `MCL_FUTURE`). The kernel does not report that for a mapping of
     /// hugetlbfs, so this maps and asks one private page.

@@ -112,6 +112,8 @@ impl Real {
         Counters::add(&core.stats.reads_started, 1);
         let due = core.read_deadline();
         let refused = match (core.store.reads(), self.own_ring()) {
+            // Linux reads its own memory, on a thread that may sleep.
+            _ if ticket.region().linux.is_some() => Err(ticket),
             (Reads::Immediate, _) => {
                 let result = core.read(&ticket);
                 return self

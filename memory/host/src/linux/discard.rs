@@ -15,6 +15,7 @@ use crate::core::Core;
 use crate::discard::Discarded;
 use crate::error::HostError;
 use crate::region::Region;
+use crate::ticket::Ticket;
 use lacuna_addr::{BackingRange, PAGE_SIZE};
 use lacuna_frames::{PageNo, PageState};
 use lacuna_linux::{LinuxBacking, LinuxMemory};
@@ -142,7 +143,15 @@ impl Core {
                     }
                     std::thread::yield_now();
                 }
-                // Another thread discards the page: this thread waits for its end.
+                // The page's bytes are no longer needed, so a read that has not begun is left out.
+                PageState::PagingIn => {
+                    let ticket = self.ticket_with(page);
+                    if let Some(ticket) = ticket.filter(Ticket::claim) {
+                        self.complete_page_in(&ticket, Ok(()));
+                    }
+                    std::thread::yield_now();
+                }
+                // Another thread takes the page away: this thread waits for its end.
                 PageState::Discarding => std::thread::yield_now(),
                 state => match word.advance(PageState::discarded) {
                     Ok(was) => return Some(was),

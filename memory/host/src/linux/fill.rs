@@ -20,7 +20,7 @@ use std::slice::from_ref;
 use std::sync::atomic::Ordering;
 
 impl Core {
-    /// The first fault on a page that was never in place.
+    /// A fault on a page that is in place, was never there, or is paged out.
     #[cold]
     pub fn resolve_linux(
         &self,
@@ -40,6 +40,8 @@ impl Core {
                 };
                 Some(Resolution::Ready(Frame { pfn: frame, level }))
             }
+            PageState::PagedOut => self.begin_page_in(page, cache),
+            PageState::PagingIn => self.join(page, cache).map(Resolution::Pending),
             PageState::Empty if region.origin.is_some() && region.has_units() => {
                 self.resolve_in_unit(page, cache)
             }

@@ -236,7 +236,7 @@ fn find(regions: &[Arc<Region>], pfn: Pfn) -> Option<(&Region, PageNo)> {
 impl Region {
     /// Records that the kernel has taken `page` away. Returns whether a vCPU may have read zeros
     /// there. A page that is being discarded keeps its state: it reads as zeros anyway. If the page
-    /// was in flight, its toucher was a thread that waits for it.
+    /// was in flight or paged out, no vCPU has touched it.
     fn lose(&self, page: PageNo) -> bool {
         let Some(word) = self.word(page) else {
             return false;
@@ -250,7 +250,10 @@ impl Region {
         if let (Ok(PageState::InPlace), Some(linux)) = (lost, &self.linux) {
             linux.note_lost();
         }
-        !matches!(lost, Err(PageState::Fetching { .. }))
+        !matches!(
+            lost,
+            Ok(PageState::PagedOut) | Err(PageState::Fetching { .. } | PageState::PagingIn)
+        )
     }
 }
 

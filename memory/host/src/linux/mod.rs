@@ -12,6 +12,8 @@
 //!                              |------------------------------> Zero -----'
 //!                              '--> Empty (made missing again)
 //!         any state at rest --> Gone (region removed)
+//!
+//!       InPlace --> Discarding --> PagedOut --> PagingIn --> InPlace: see `page_out`
 //! ```
 //! Only this module puts pages in place, so the page words alone record it. So a fault is answered
 //! without a system call: the frame number of a page follows from its number. There are no
@@ -26,9 +28,11 @@
 
 mod discard;
 mod fill;
+pub(crate) mod limit;
 pub(crate) mod loss_list;
 mod losses;
 mod outside;
+mod page_out;
 mod remove;
 mod shared;
 mod units;
@@ -58,8 +62,9 @@ impl Region {
 
 impl Host {
     /// As [`Host::add_region`] and [`Host::add_region_from`], with memory that Linux gives to this
-    /// process page by page, outside the budget. This host never evicts its pages: Linux may swap
-    /// them. [`Host::with_linux_memory`] has set the limit for all such regions.
+    /// process page by page, outside the budget. Linux may swap its pages, and
+    /// [`Host::page_out`] asks Linux to. [`Host::with_linux_memory`] has set the limit for all such
+    /// regions.
     ///
     /// # Errors
     /// The limit is reached, or a userfaultfd cannot be made, which a region with a source needs.
@@ -169,9 +174,7 @@ impl Host {
 
     /// Pages in place in Linux memory, of all regions.
     pub fn linux_pages(&self) -> PageCount {
-        let regions = self.core.regions.snapshot();
-        let linux = regions.iter().filter_map(|region| region.linux.as_ref());
-        PageCount::new(linux.map(LinuxMemory::pages_in_place).sum())
+        PageCount::new(self.core.linux_pages())
     }
 }
 

@@ -6,6 +6,7 @@ use crate::core::Core;
 use crate::counters::Counters;
 use crate::error::HostError;
 use crate::host::Host;
+use crate::linux::limit::{LinuxHand, Trimmed};
 use crate::per_cpu_pages::PerCpuPages;
 use crate::reclaim::collapse::Collapse;
 use crate::reclaim::patience::{Outlook, Patience};
@@ -248,9 +249,10 @@ impl Host {
     }
 
     fn run_background(&self, stop: &AtomicBool) {
+        let mut hand = LinuxHand::default();
         while !stop.load(Ordering::Acquire) {
             if !self.core.is_low() {
-                self.idle();
+                self.idle(&mut hand);
                 continue;
             }
             let mut barren = 0;
@@ -277,16 +279,22 @@ impl Host {
         }
     }
 
-    /// One step of collapse, because there is nothing to reclaim, then a pause. The pause bounds
-    /// the thread's load, and ends early when [`Core::wake_background_if_low`] unparks the thread.
-    fn idle(&self) {
-        if self.core.huge == HugePages::Never {
-            std::thread::park();
-            return;
-        }
-        let pause = match self.collapse_step() {
-            Collapse::Made | Collapse::Looked => PACE,
-            Collapse::Idle => REST,
+    /// One step towards the limit of Linux memory, or one step of collapse, because there is
+    /// nothing to reclaim, then a pause. The pause bounds the thread's load, and ends early when
+    /// [`Core::wake_background_if_low`] unparks the thread.
+    fn idle(&self, hand: &mut LinuxHand) {
+        let trimmed = self.core.trim_linux(hand);
+        let pause = match trimmed {
+            Trimmed::Left(1..) => return,
+            Trimmed::Unlimited if self.core.huge == HugePages::Never => {
+                std::thread::park();
+                return;
+            }
+            _ if self.core.huge == HugePages::Never => PACE,
+            _ => match self.collapse_step() {
+                Collapse::Idle if trimmed == Trimmed::Unlimited => REST,
+                _ => PACE,
+            },
         };
         std::thread::park_timeout(pause);
     }
@@ -304,9 +312,14 @@ impl Core {
     /// Wakes the background thread when free frames are below the low watermark. A fault calls
     /// this only when it refills its per-CPU page cache.
     pub fn wake_background_if_low(&self) {
-        if self.is_low()
-            && let Some(thread) = &*lock(&self.background)
-        {
+        if self.is_low() {
+            self.wake_background();
+        }
+    }
+
+    /// Wakes the background thread, if there is one.
+    pub fn wake_background(&self) {
+        if let Some(thread) = &*lock(&self.background) {
             thread.unpark();
         }
     }

@@ -14,6 +14,7 @@ mod losses;
 mod model;
 mod outside;
 mod overhead;
+mod page_out;
 mod private;
 mod refusals;
 mod refused;

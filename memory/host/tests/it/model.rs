@@ -3,7 +3,7 @@
 use crate::common;
 
 use common::source::TestSource;
-use common::{Use, Vm, huge_host, ring_host, virtual_host};
+use common::{Use, Vm, huge_host, linux, ring_host, virtual_host};
 use lacuna_addr::{Access, BackingRange, Level, PageCount};
 use lacuna_host::{
     Collapse, Fault, FaultyStore, FileStore, Host, HostError, HugePages, Latency, LatencySetting,
@@ -11,6 +11,7 @@ use lacuna_host::{
 };
 use lacuna_sync::{Clock, VirtualClock};
 use proptest::prelude::*;
+use std::fs::File;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -63,6 +64,12 @@ enum Op {
         page: u64,
         count: u64,
         missing: bool,
+    },
+    /// Asks Linux to page out pages, if the VM has Linux memory.
+    PageOut {
+        vm: usize,
+        page: u64,
+        count: u64,
     },
     /// Some steps of collapsing blocks, if there is memory.
     Collapse,
@@ -126,6 +133,8 @@ fn op(size: Size) -> impl Strategy<Value = Op> {
         1 => (vm.clone(), page.clone()).prop_map(|(vm, page)| Op::CopyOut { vm, page }),
         3 => (vm.clone(), page.clone(), 1..size.sweep, any::<bool>())
             .prop_map(|(vm, page, count, missing)| Op::Discard { vm, page, count, missing }),
+        3 => (vm.clone(), page.clone(), 1..size.sweep)
+            .prop_map(|(vm, page, count)| Op::PageOut { vm, page, count }),
         3 => Just(Op::Collapse),
         1 => (vm.clone(), page).prop_map(|(vm, page)| Op::Advise { vm, page }),
         1 => (vm, prop_oneof![Just(Level::L4K), Just(Level::L2M)])
@@ -141,6 +150,8 @@ struct Fixture {
     vms: Vec<Vm>,
     /// A source provides the first VM's pages.
     sourced: bool,
+    /// The second VM has Linux memory, with the pages of this file.
+    file: Option<File>,
     tickets: Vec<Ticket>,
 }
 
@@ -161,6 +172,7 @@ impl Fixture {
             .collect();
         Self {
             sourced: false,
+            file: None,
             size,
             host,
             clock,
@@ -177,14 +189,22 @@ impl Fixture {
         self
     }
 
+    /// Adds a file with the second VM's pages.
+    fn with_file(mut self) -> Self {
+        self.file = Some(linux::file(self.size.pages[1]));
+        self.replace(1);
+        self
+    }
+
     /// Replaces a VM's region by a fresh one.
     fn replace(&mut self, vm: usize) {
         self.host.remove_region(self.vms[vm].range).unwrap();
         self.vms.remove(vm);
         let (host, clock, pages) = (&self.host, &self.clock, self.size.pages[vm]);
-        let fresh = match self.sourced && vm == 0 {
-            true => Vm::with_source(host, clock, pages, &TestSource::new()),
-            false => Vm::new(host, clock, pages),
+        let fresh = match &self.file {
+            Some(file) if vm == 1 => linux::vm_of_file(host, clock, file, pages),
+            _ if self.sourced && vm == 0 => Vm::with_source(host, clock, pages, &TestSource::new()),
+            _ => Vm::new(host, clock, pages),
         };
         self.vms.insert(vm, fresh);
     }
@@ -251,6 +271,7 @@ impl Fixture {
                 count,
                 missing,
             } => self.discard(vm, page..page + count, missing),
+            Op::PageOut { vm, page, count } => self.page_out(&self.vms[vm], page, count),
             Op::Collapse => while self.host.collapse_step() != Collapse::Idle {},
             Op::Advise { vm, page } => {
                 let range = self.vms[vm].range;
@@ -289,6 +310,14 @@ impl Fixture {
         } else {
             self.host.discard(range).unwrap();
             vm.model.extend(pages.map(|page| (page, 0)));
+        }
+    }
+
+    fn page_out(&self, vm: &Vm, page: u64, count: u64) {
+        let from = BackingRange::new(vm.addr(page), count).unwrap();
+        let range = vm.range.intersect(from).unwrap();
+        if self.host.addresses(vm.range).is_some() {
+            self.host.page_out(range).unwrap();
         }
     }
 
@@ -385,6 +414,13 @@ proptest! {
     fn pages_keep_their_contents(ops in prop::collection::vec(op(SMALL), 1..120)) {
         let store = FaultyStore::new(PageCount::new(2000));
         run(Fixture::new(Box::new(store), None), &ops);
+    }
+
+    #[test]
+    fn paged_out_pages_keep_their_contents(ops in prop::collection::vec(op(SMALL), 1..120)) {
+        let store = FaultyStore::new(PageCount::new(2000));
+        let host = linux::virtual_host(SMALL.budget, Box::new(store), SMALL.pages[1]);
+        run(Fixture::on(SMALL, host, None).with_file(), &ops);
     }
 
     #[test]

@@ -3,30 +3,14 @@
 use crate::common;
 
 use common::Use;
-use common::linux::{BLOCK, add, host, read, vm};
-use common::source::{TestSource, page_with};
+use common::linux::{BLOCK, add, file, host, private, read, vm};
+use common::source::TestSource;
 use lacuna_addr::{BackingRange, PAGE_SIZE};
-use lacuna_host::{LinuxBacking, PrivateFile};
+use lacuna_host::PrivateFile;
 use std::fs::File;
-use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt as _;
 
 const PAGES: u64 = 64;
-
-/// A file with `pages` pages, each with its number.
-fn file(pages: u64) -> File {
-    let file = tempfile::tempfile().unwrap();
-    for page in 0..pages {
-        let written = file.write_all_at(&page_with(page).0, page * PAGE_SIZE as u64);
-        written.unwrap();
-    }
-    file
-}
-
-fn private(file: &File, first: u64) -> LinuxBacking {
-    let own = OwnedFd::from(file.try_clone().unwrap());
-    LinuxBacking::Private(PrivateFile::of_file(own, first).unwrap())
-}
 
 /// Two regions have one file, and each its own writes. What is discarded is zeros, once and again.
 #[test]

@@ -22,8 +22,9 @@ pub struct RunOn {
     /// handler]
     #[arg(long, value_name = "KIND", value_parser = named(KINDS), hide_possible_values = true)]
     pub memory_kind: Option<MemoryKind>,
-    /// How much of the guest's memory is resident at a time; for the pool, and on kvm [default: all
-    /// of it, and at most 512M]
+    /// How much of the guest's memory is resident at a time; for anonymous and memfd on soft a
+    /// limit that Linux keeps as far as it has a place for the pages [default: all of it, and at
+    /// most 512M of the pool and on kvm]
     #[arg(long, value_name = "SIZE")]
     pub resident: Option<Size>,
     /// Where pages are swapped out to: file or mem (compressed memory), with ,latency=TIME and

@@ -19,10 +19,10 @@ pub enum WrongMemory {
          {0}; leave --memory-kind out, or give one of the two"
     )]
     Handler(&'static str),
-    /// The backend evicts nothing but its pool.
+    /// An option of the pool.
     #[error(
-        "{option} is for --memory-kind pool, and the guest's memory is {kind}: Linux alone evicts \
-         its pages; leave {option} out"
+        "{option} is for --memory-kind pool, and the guest's memory is {kind}: its pages are \
+         Linux's; leave {option} out"
     )]
     NeedsPool {
         /// The option.
@@ -30,6 +30,12 @@ pub enum WrongMemory {
         /// Where the guest's memory is.
         kind: &'static str,
     },
+    /// A virtual clock cannot repeat what Linux pages out.
+    #[error(
+        "--seed with --resident and --memory-kind {0}: Linux pages out in real time; leave one of \
+         the three out"
+    )]
+    Seeded(&'static str),
     /// A part of a huge page.
     #[error("--memory {0}: memory in huge pages is a multiple of {HUGE}; give such a size")]
     PartOfHugePage(Size),
@@ -50,10 +56,19 @@ impl RunArgs {
         matches!(self.pages_from, Some(PagesFrom::Handler(_)))
     }
 
-    /// How much of the guest's memory may be in frames or pages that the backend evicts.
+    /// How much of the guest's memory may be resident. Memory of Linux has no limit by default.
     pub fn budget(&self) -> Size {
-        let most = RESIDENT.0.min(self.memory.0);
+        let most = match self.kind() {
+            MemoryKind::Budget => RESIDENT.0.min(self.memory.0),
+            _ => self.memory.0,
+        };
         self.on.resident.unwrap_or(Size(most))
+    }
+
+    /// Whether `--resident` limits memory of Linux.
+    pub fn limits_linux(&self) -> bool {
+        let can_leave = matches!(self.kind(), MemoryKind::Linux | MemoryKind::Shared);
+        self.on.resident.is_some() && can_leave
     }
 
     /// Refuses options that do not exist for this kind of memory.
@@ -65,13 +80,14 @@ impl RunArgs {
         let name = name_of(&KINDS, &kind);
         let option = match () {
             () if kind == MemoryKind::Budget => None,
-            () if self.on.resident.is_some() => Some("--resident"),
+            () if self.on.resident.is_some() && !self.limits_linux() => Some("--resident"),
             () if self.on.swap.is_some() => Some("--swap"),
             () if self.on.thp.is_some() => Some("--thp"),
             () => None,
         };
         match (kind, option, &self.pages_from) {
             (_, Some(option), _) => Err(WrongMemory::NeedsPool { option, kind: name }),
+            _ if self.limits_linux() && self.seed.is_some() => Err(WrongMemory::Seeded(name)),
             (MemoryKind::Budget | MemoryKind::Shared, _, Some(PagesFrom::Handler(_))) => {
                 Err(WrongMemory::Handler(name))
             }
@@ -111,6 +127,11 @@ mod tests {
                 MemoryKind::Hugetlbfs,
             ),
             ("--memory 6M --memory-kind hugetlbfs", MemoryKind::Hugetlbfs),
+            ("--memory-kind memfd --resident 8M", MemoryKind::Memfd),
+            (
+                "--pages-from handler:/h --resident 1G",
+                MemoryKind::Anonymous,
+            ),
         ] {
             assert_eq!(check(options), Ok(kind), "{options}");
         }
@@ -121,8 +142,12 @@ mod tests {
             ),
             ("--memory-kind hugetlbfs --thp never", "leave --thp out"),
             (
-                "--pages-from handler:/h --resident 1G",
-                "memory is anonymous",
+                "--memory-kind hugetlbfs --resident 1G",
+                "memory is hugetlbfs",
+            ),
+            (
+                "--memory-kind memfd --resident 8M --seed 1",
+                "in real time; leave one",
             ),
             (
                 "--pages-from handler:/h --memory-kind memfd",

@@ -224,33 +224,34 @@ pub fn huge_host(
         seed: 7,
         latency_ns: 1_000..200_000,
     };
-    host(budget, swap, huge, io)
+    host((budget, 0), swap, huge, io)
 }
 
 /// A host with a real device: operations complete when the device completes them, but only while
 /// the caller polls.
 pub fn ring_host(budget: u64, swap: Box<dyn SwapStore>) -> (Arc<Host>, Arc<VirtualClock>) {
-    let (host, clock) = host(budget, swap, HugePages::Never, Io::Ring { readers: 1 });
+    let io = Io::Ring { readers: 1 };
+    let (host, clock) = host((budget, 0), swap, HugePages::Never, io);
     std::mem::forget(host.polling());
     (host, clock)
 }
 
 fn host(
-    budget: u64,
+    (budget, linux): (u64, u64),
     swap: Box<dyn SwapStore>,
     huge: HugePages,
     io: Io,
 ) -> (Arc<Host>, Arc<VirtualClock>) {
     let clock = Arc::new(VirtualClock::default());
     let budget = PageCount::new(budget);
-    let host = Host::new(HostConfig {
+    let config = HostConfig {
         budget,
         huge,
         swap,
         io,
         clock: clock.clone(),
-    })
-    .unwrap();
+    };
+    let host = Host::with_linux_memory(config, PageCount::new(linux)).unwrap();
     (host, clock)
 }
 

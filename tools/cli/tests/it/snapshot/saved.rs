@@ -98,7 +98,7 @@ fn on_soft() {
         "",
         &[
             "",
-            "--memory-kind anonymous",
+            "--memory-kind anonymous --resident 3M",
             "--lazy --resident 4M --swap mem",
             "--lazy --memory-kind anonymous",
         ],
@@ -218,7 +218,7 @@ fn snapshots_that_cannot_be_restored() {
         ),
         (format!("{saved} --backend kvm"), "give --backend soft"),
         (
-            format!("{saved} --memory-kind memfd --resident 4M"),
+            format!("{saved} --memory-kind hugetlbfs --resident 4M"),
             "leave --resident out",
         ),
         (format!("{saved} --resident 64K"), "memory budget too small"),

@@ -117,7 +117,7 @@ pub const TABLE: &[Row] = &[
     ),
     (
         Nothing,
-        "$LACUNA run hello --memory-kind anonymous --resident 8M",
+        "$LACUNA run hello --memory-kind hugetlbfs --resident 8M",
         2,
         &[
             "--resident is for --memory-kind pool",

@@ -1,0 +1,114 @@
+//! Keeps the pages in place in Linux memory near a limit: the background thread pages out the pages
+//! that were not accessed for a turn of a clock hand of its own.
+//!
+//! ```text
+//! hand -> window of a block -> age --------> old ones: page_out     young ones stay
+//! a turn in which no page left               the next turn takes young ones too
+//! ```
+//! No fault waits for room, so a guest may be above the limit for a moment, or for as long as Linux
+//! keeps the pages.
+
+use crate::core::Core;
+use crate::counters::Counters;
+use crate::host::Host;
+use crate::region::Region;
+use lacuna_addr::PageCount;
+use lacuna_frames::{BLOCK, PageNo, PageState, PageWord};
+use lacuna_linux::LinuxMemory;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// The place of the clock hand, and the pages that have left in its present turn.
+#[derive(Default)]
+pub(crate) struct LinuxHand {
+    /// The next page number.
+    next: u64,
+    left: u64,
+    takes_young: bool,
+}
+
+/// The result of one step.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Trimmed {
+    /// There is no limit.
+    Unlimited,
+    /// No more pages are in place than the limit allows.
+    Enough,
+    /// This many pages have left.
+    Left(u64),
+}
+
+impl Host {
+    /// Sets how many pages of Linux memory shall be in place, of all regions. While there are more,
+    /// the background thread ([`Host::spawn_background`]) pages out the coldest ones, as
+    /// [`Host::page_out`] does. Any thread may call this at any time.
+    pub fn limit_linux(&self, pages: PageCount) {
+        self.core.linux_limit.store(pages.get(), Ordering::Relaxed);
+        self.core.wake_background();
+    }
+}
+
+impl Core {
+    /// One step of the hand: a block of pages.
+    pub fn trim_linux(&self, hand: &mut LinuxHand) -> Trimmed {
+        let limit = self.linux_limit.load(Ordering::Relaxed);
+        if limit == u64::MAX {
+            return Trimmed::Unlimited;
+        }
+        let over = self.linux_pages().saturating_sub(limit) as usize;
+        if over == 0 {
+            return Trimmed::Enough;
+        }
+        let Some((region, first)) = self.next_window(hand) else {
+            return Trimmed::Left(0);
+        };
+        let Some(linux) = &region.linux else {
+            return Trimmed::Left(0);
+        };
+        let pages = (0..BLOCK - first.in_block()).map(|at| first.plus(at));
+        let in_place = |page: &PageNo| {
+            let word = region.word(*page).map(PageWord::load);
+            word == Some(PageState::InPlace)
+        };
+        let mut pages: Vec<_> = pages.filter(in_place).collect();
+        let ranges: Vec<_> = pages.iter().map(|page| page.range()).collect();
+        let mut young = vec![false; pages.len()];
+        region.notifier.age(&ranges, &mut young);
+        region.notifier.end_of_aging();
+        let (seen, mut young) = (pages.len(), young.into_iter());
+        pages.retain(|_| !young.next().unwrap_or(false) || hand.takes_young);
+        Counters::add(&self.stats.young, (seen - pages.len()) as u64);
+        pages.truncate(over);
+        // Memory that Linux cannot page out is like memory that it keeps.
+        let left = self.page_out(&region, linux, pages).unwrap_or(0);
+        hand.left += left;
+        Trimmed::Left(left)
+    }
+
+    /// The region and the first page of the next window. At the end of a turn the hand begins
+    /// again.
+    fn next_window(&self, hand: &mut LinuxHand) -> Option<(Arc<Region>, PageNo)> {
+        let regions = self.regions.snapshot();
+        let can_leave = |region: &&Arc<Region>| region.linux.is_some() && !region.has_units();
+        let end = |region: &Arc<Region>| {
+            PageNo::of(region.range().start()).get() + region.range().pages()
+        };
+        let mut linux = regions.iter().filter(can_leave);
+        let found = linux.find(|region| end(region) > hand.next).or_else(|| {
+            hand.takes_young = hand.left == 0;
+            (hand.next, hand.left) = (0, 0);
+            regions.iter().find(can_leave)
+        });
+        let region = Arc::clone(found?);
+        let first = PageNo::new(hand.next.max(PageNo::of(region.range().start()).get()));
+        hand.next = first.block_start().get() + BLOCK as u64;
+        Some((region, first))
+    }
+
+    /// Pages in place in Linux memory, of all regions.
+    pub fn linux_pages(&self) -> u64 {
+        let regions = self.regions.snapshot();
+        let linux = regions.iter().filter_map(|region| region.linux.as_ref());
+        linux.map(LinuxMemory::pages_in_place).sum()
+    }
+}
