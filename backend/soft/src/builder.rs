@@ -25,18 +25,20 @@ pub struct VmBuilder {
     pub arch: Arch,
     /// The memory that the guest sees.
     pub memory: PageCount,
-    /// The frames of the host that the guest gets; of memory that Linux gives page by page, the
-    /// limit of [`Host::limit_linux`]. Beside them, each vCPU takes 2.5 MiB of this process,
-    /// whatever the guest's size: 1 MiB for decoded instructions, the rest for its TLBs and other
-    /// caches of translations.
+    /// The frames of the host that the guest gets. Beside them, each vCPU takes 2.5 MiB of this
+    /// process, whatever the guest's size: 1 MiB for decoded instructions, the rest for its TLBs
+    /// and other caches of translations.
     pub resident: PageCount,
     /// The number of its processors.
     pub vcpus: usize,
     /// The kind of memory for the guest's pages.
     pub memory_kind: MemoryKind,
-    /// The VMM's own memory for the guest's pages, such as a file. `memory_kind` has no effect
-    /// beside it.
+    /// The VMM's own memory for the guest's pages, such as a file. `memory_kind` and `resident`
+    /// have no effect on it.
     pub backing: Option<LinuxBacking>,
+    /// How many of the guest's pages shall be in place, if they are Linux memory
+    /// ([`Host::limit_linux`]); `None`: any number.
+    pub linux_limit: Option<PageCount>,
     /// Whether the kernel backs all of `resident` when the VM is made ([`Host::prefault`]). If not,
     /// the VM is made at once, and the kernel backs memory at its first touch.
     pub prefault: bool,
@@ -105,6 +107,7 @@ impl VmBuilder {
             vcpus: 1,
             memory_kind: MemoryKind::default(),
             backing: None,
+            linux_limit: None,
             prefault: false,
             huge: HugePages::Never,
             swap: Swap::Memory,
@@ -138,11 +141,10 @@ impl VmBuilder {
             io,
             clock,
         };
-        let linux = self.linux_memory();
-        let host = Host::with_linux_memory(config, linux)?;
-        if linux.get() > 0 && self.resident < self.memory {
-            host.limit_linux(self.resident);
-        }
+        let host = Host::with_linux_memory(config, self.linux_memory())?;
+        self.linux_limit
+            .iter()
+            .for_each(|pages| host.limit_linux(*pages));
         if self.prefault {
             host.prefault(&mut || ControlFlow::Continue(()))?;
         }

@@ -393,6 +393,7 @@ impl Job<'_> {
             resident: PageCount::from_bytes(args.budget().0),
             vcpus: args.vcpus as usize,
             memory_kind: args.kind(),
+            linux_limit: args.linux_limit().map(|size| PageCount::from_bytes(size.0)),
             backing: self.backing.clone(),
             // `threads::run` does the prefault, so that a signal can end it.
             prefault: false,

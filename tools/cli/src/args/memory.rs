@@ -56,19 +56,16 @@ impl RunArgs {
         matches!(self.pages_from, Some(PagesFrom::Handler(_)))
     }
 
-    /// How much of the guest's memory may be resident. Memory of Linux has no limit by default.
+    /// How much of the guest's memory may be in frames or pages that the backend evicts.
     pub fn budget(&self) -> Size {
-        let most = match self.kind() {
-            MemoryKind::Budget => RESIDENT.0.min(self.memory.0),
-            _ => self.memory.0,
-        };
+        let most = RESIDENT.0.min(self.memory.0);
         self.on.resident.unwrap_or(Size(most))
     }
 
-    /// Whether `--resident` limits memory of Linux.
-    pub fn limits_linux(&self) -> bool {
+    /// How much of the guest's memory of Linux shall be resident at most, if `--resident` says it.
+    pub fn linux_limit(&self) -> Option<Size> {
         let can_leave = matches!(self.kind(), MemoryKind::Linux | MemoryKind::Shared);
-        self.on.resident.is_some() && can_leave
+        self.on.resident.filter(|_| can_leave)
     }
 
     /// Refuses options that do not exist for this kind of memory.
@@ -80,14 +77,14 @@ impl RunArgs {
         let name = name_of(&KINDS, &kind);
         let option = match () {
             () if kind == MemoryKind::Budget => None,
-            () if self.on.resident.is_some() && !self.limits_linux() => Some("--resident"),
+            () if self.on.resident != self.linux_limit() => Some("--resident"),
             () if self.on.swap.is_some() => Some("--swap"),
             () if self.on.thp.is_some() => Some("--thp"),
             () => None,
         };
         match (kind, option, &self.pages_from) {
             (_, Some(option), _) => Err(WrongMemory::NeedsPool { option, kind: name }),
-            _ if self.limits_linux() && self.seed.is_some() => Err(WrongMemory::Seeded(name)),
+            _ if self.linux_limit().and(self.seed).is_some() => Err(WrongMemory::Seeded(name)),
             (MemoryKind::Budget | MemoryKind::Shared, _, Some(PagesFrom::Handler(_))) => {
                 Err(WrongMemory::Handler(name))
             }
@@ -127,11 +124,8 @@ mod tests {
                 MemoryKind::Hugetlbfs,
             ),
             ("--memory 6M --memory-kind hugetlbfs", MemoryKind::Hugetlbfs),
-            ("--memory-kind memfd --resident 8M", MemoryKind::Memfd),
-            (
-                "--pages-from handler:/h --resident 1G",
-                MemoryKind::Anonymous,
-            ),
+            ("--memory-kind memfd --resident 8M", MemoryKind::Shared),
+            ("--pages-from handler:/h --resident 1G", MemoryKind::Linux),
         ] {
             assert_eq!(check(options), Ok(kind), "{options}");
         }

@@ -115,7 +115,7 @@ impl RunArgs {
         match () {
             () if self.seed.is_some() => Some("--seed"),
             () if self.on.dirty.dirty.is_some() => Some("--dirty"),
-            () if self.limits_linux() => Some("--resident with memory of Linux"),
+            () if self.linux_limit().is_some() => Some("--resident with memory of Linux"),
             () if self.exit_on_missing && self.has_handler() => {
                 Some("--exit-on-missing with a page-fault handler")
             }

@@ -8,7 +8,7 @@ use crate::pages::GuestPages;
 use crate::sample::{Received, RunOptions, RunReport, RunSample};
 use crate::signals::Signal;
 use crate::size::Size;
-use lacuna::memory::HugePages;
+use lacuna::memory::{HugePages, MemoryKind};
 use lacuna::{Apf, Builder, Ending, Vm as _};
 use lacuna_control::{PageCounts as _, missing_in_words};
 use lacuna_lab::options::{KINDS, name_of};
@@ -22,11 +22,19 @@ pub(super) fn at_first<B: Builder>(args: &RunArgs, pages: Option<&Arc<GuestPages
     let huge = args.on.thp.unwrap_or_default() != HugePages::Never;
     RunSample {
         memory_bytes: args.memory.0,
-        budget_bytes: args.budget().0,
+        budget_bytes: limit(args).0,
         huge: (soft && huge).then(Default::default),
         apf: (soft && args.apf == Apf::On).then(Default::default),
         pages: pages.map(|pages| pages.pages(Duration::ZERO)),
         ..RunSample::default()
+    }
+}
+
+/// How much of the guest's memory may be resident: all of Linux memory without a limit.
+fn limit(args: &RunArgs) -> Size {
+    match args.kind() != MemoryKind::Budget {
+        true => args.linux_limit().unwrap_or(args.memory),
+        false => args.budget(),
     }
 }
 
@@ -140,7 +148,7 @@ pub(super) fn options<B: Builder>(args: &RunArgs, builder: &B, start: Start<'_>)
         backend: B::Vm::BACKEND.name().into(),
         memory_bytes: args.memory.0,
         memory_kind: name_of(&KINDS, &args.kind()).into(),
-        resident_bytes: args.budget().0,
+        resident_bytes: limit(args).0,
         vcpus: args.vcpus,
         swap: swap.unwrap_or_else(|| match soft {
             true => SwapSpec::default().to_string(),
