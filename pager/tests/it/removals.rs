@@ -1,11 +1,14 @@
 //! Pages that the VM takes away: their old content never comes back.
 
 use crate::vmm::{Bed, Manual, Vmm, Words, content, removals, word};
+use lacuna_pager::{Config, WhenLost};
 use lacuna_skip::test;
 use lacuna_source::Answer;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex};
 use std::thread;
+use std::time::Duration;
 
 /// Each fault after a removal gets zeros, and the page can be used again.
 #[test]
@@ -100,7 +103,8 @@ fn old_content_never_comes_back() {
     let (mut taken, mut late) = (0, 0);
     for page in 0..pages {
         thread::scope(|scope| {
-            let reader = scope.spawn(move || memory.read_whole(page));
+            // One word: the removal may happen between two.
+            let reader = scope.spawn(move || memory.read(page));
             let request = source.next();
             let remover = scope.spawn(move || {
                 memory.discard(page, 1);
@@ -118,4 +122,41 @@ fn old_content_never_comes_back() {
     }
     assert_eq!(taken + late, pages);
     assert!(source.is_empty());
+}
+
+/// A removal is not read while a thread acts on a state that it has checked. The pager calls its
+/// report in the middle of such an action.
+#[test]
+fn a_removal_waits_for_the_thread_that_has_checked_a_state() {
+    let uffd = removals();
+    let source = Arc::new(Manual::default());
+    let (opened, gate) = channel::<()>();
+    let (reported, reports) = channel();
+    let gate = Mutex::new((reported, gate));
+    let config = Config {
+        when_lost: WhenLost::Hold,
+        report: Arc::new(move |_| {
+            let (reported, gate) = &*gate.lock().unwrap();
+            reported.send(()).unwrap();
+            gate.recv().unwrap();
+        }),
+        ..Config::default()
+    };
+    let bed = Bed::with(source.clone(), 2, config);
+    let vmm = Vmm::connect(&bed, uffd, 0, 2);
+    let memory = vmm.memory;
+    thread::scope(|scope| {
+        let reader = scope.spawn(move || memory.read(0));
+        let request = source.next();
+        scope.spawn(move || request.fail("it burnt"));
+        reports.recv().unwrap();
+        let remover = scope.spawn(move || memory.discard(0, 2));
+        // It would take microseconds if the event were read.
+        thread::sleep(Duration::from_millis(20));
+        let waits = !remover.is_finished();
+        opened.send(()).unwrap();
+        assert!(waits, "the event was read");
+        remover.join().unwrap();
+        assert_eq!(reader.join().unwrap(), 0);
+    });
 }

@@ -175,7 +175,11 @@ impl Bed {
         let path = folder.path().join("pager");
         let said = Arc::<Mutex<Vec<String>>>::default();
         let says = Arc::clone(&said);
-        let report = Arc::new(move |text: &str| says.lock().unwrap().push(text.to_owned()));
+        let reports = Arc::clone(&config.report);
+        let report = Arc::new(move |text: &str| {
+            says.lock().unwrap().push(text.to_owned());
+            reports(text);
+        });
         let config = Config { report, ..config };
         let listener = UnixListener::bind(&path).unwrap();
         let pager = Pager::start(listener, source, PageCount::new(pages), config).unwrap();
