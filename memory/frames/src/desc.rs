@@ -58,6 +58,8 @@ pub struct Desc {
     /// hand last passed, so the faulting vCPU may not have retried yet. Or a thread other than
     /// the hand's has found it accessed.
     recent: AtomicU8,
+    /// The page was read from swap beside another one, and no access has used it since.
+    ahead: AtomicU8,
 }
 
 // In addition to its 4 KiB, a frame costs its descriptor, 16 bytes, and a bit in the free map.
@@ -71,6 +73,7 @@ impl Default for Desc {
             state: AtomicU8::new(FrameState::Free as u8),
             dirty: AtomicU8::new(0),
             recent: AtomicU8::new(0),
+            ahead: AtomicU8::new(0),
         }
     }
 }
@@ -86,6 +89,7 @@ impl Desc {
     pub fn adopt(&self, owner: PageNo) {
         self.owner.store(owner.get(), Ordering::Relaxed);
         self.recent.store(0, Ordering::Relaxed);
+        self.ahead.store(0, Ordering::Relaxed);
     }
 
     /// Sets the future owner, before the page word names the frame.
@@ -95,6 +99,7 @@ impl Desc {
         self.dirty
             .store(u8::from(dirty == Dirt::Dirty), Ordering::Relaxed);
         self.recent.store(0, Ordering::Relaxed);
+        self.ahead.store(0, Ordering::Relaxed);
     }
 
     /// The page word names the frame: from now on it is Used.
@@ -160,6 +165,24 @@ impl Desc {
         } else {
             Dirt::Clean
         }
+    }
+
+    /// Records that the page is read ahead.
+    #[inline]
+    pub fn mark_ahead(&self) {
+        self.ahead.store(1, Ordering::Relaxed);
+    }
+
+    /// Whether the page was read ahead, and no access has used it.
+    #[inline]
+    pub fn is_ahead(&self) -> bool {
+        self.ahead.load(Ordering::Relaxed) != 0
+    }
+
+    /// Records an access to the page. Returns whether it is the first after a read-ahead.
+    #[inline]
+    pub fn take_ahead(&self) -> bool {
+        self.is_ahead() && self.ahead.swap(0, Ordering::Relaxed) != 0
     }
 
     /// Makes reclaim spare the page for one turn of the clock hand.

@@ -200,6 +200,15 @@ impl Frames {
         self.move_out(free, count, out);
     }
 
+    /// Moves up to `count` free frames to `out`, and leaves the low watermark and the frames for
+    /// waiting threads.
+    pub fn take_spare(&self, count: usize, out: &mut Vec<u32>) {
+        let free = self.lock();
+        let kept = self.low + free.turns.len();
+        let spare = self.spare(&free).saturating_sub(kept);
+        self.move_out(free, count.min(spare), out);
+    }
+
     /// A place at the end of the queue for frames.
     pub fn join_queue(&self) -> Turn {
         self.lock().turns.join()

@@ -17,6 +17,7 @@
 //!                        fault: Resident (swap cache) <- Writeback ------------------'
 //!                                                                      written
 //!         any state at rest --> Gone (region removed)
+//!         Reading --> Swapped (a read-ahead failed)
 //! ```
 //! `Empty` is a never provided page. Without a page source, its first fault fills it with zeros;
 //! with a source, the source provides it (see `source`). A page of zeros that reclaim drops becomes
@@ -337,6 +338,14 @@ impl PageState {
     pub const fn arrival_failed(self) -> Option<Self> {
         match self {
             Reading { .. } | Fetching { .. } | PagingIn => Some(Lost),
+            _ => None,
+        }
+    }
+
+    /// A page that was read ahead has not arrived: its entry may be read again.
+    pub const fn read_given_up(self) -> Option<Self> {
+        match self {
+            Reading { entry, .. } => Some(Swapped { entry }),
             _ => None,
         }
     }

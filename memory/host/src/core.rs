@@ -3,6 +3,7 @@
 use crate::counters::Counters;
 use crate::error::{Failure, LostPage};
 use crate::linux::loss_list::Losses;
+use crate::read_ahead_window::ReadAheadWindow;
 use crate::reclaim::samples::SampledSplits;
 use crate::region::{HugePages, Regions};
 use crate::settled::Settled;
@@ -41,6 +42,7 @@ pub(crate) struct Core {
     pub entries: Mutex<SwapMap, lock_order::SwapEntries>,
     /// Pages in flight, from swap or from a source, by page.
     pub tickets: Mutex<BTreeMap<PageNo, Ticket>, lock_order::Tickets>,
+    pub read_ahead: ReadAheadWindow,
     pub lost: Mutex<BTreeMap<PageNo, LostPage>, lock_order::LostPages>,
     pub caches: Mutex<Vec<Arc<SharedCache>>, lock_order::PageCaches>,
     /// The clock hand: the next window of frames that reclaim looks at.

@@ -8,6 +8,10 @@ pub(crate) struct Counters {
     pub faults: FaultCounters,
     pub swapped_in: AtomicU64,
     pub provided: AtomicU64,
+    /// Pages read from the swap device and accessed.
+    pub read_back: AtomicU64,
+    pub read_ahead: AtomicU64,
+    pub read_ahead_used: AtomicU64,
     pub reads_started: AtomicU64,
     pub polled: AtomicU64,
     pub swapped_out: AtomicU64,

@@ -7,6 +7,7 @@ use crate::io::{Arrivals, Executor, Io};
 use crate::linux::loss_list::Losses;
 use crate::origin::Origin;
 use crate::per_cpu_pages::PerCpuPages;
+use crate::read_ahead_window::ReadAheadWindow;
 use crate::region::{HugePages, MmuNotifier, Regions};
 use crate::settled::Settled;
 use crate::spare_caches::SpareCaches;
@@ -19,7 +20,7 @@ use lacuna_frames::{
 };
 use lacuna_linux::{LinuxAddresses, LinuxError};
 use lacuna_source::{PageSource, SourcePage};
-use lacuna_swap::{Reads, SwapMap, SwapStore};
+use lacuna_swap::{SwapMap, SwapStore};
 use lacuna_sync::{Clock, Mutex, Nanos, lock};
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -101,6 +102,7 @@ impl Host {
             entries: Mutex::new(SwapMap::new(store.capacity().get())),
             store,
             tickets: Mutex::default(),
+            read_ahead: ReadAheadWindow::default(),
             lost: Mutex::default(),
             caches: Mutex::default(),
             hand: AtomicUsize::new(0),
@@ -280,9 +282,7 @@ impl Host {
     /// Whether a read takes less time than reporting it to a guest: the device answers at once, and
     /// no latency is added. Linux memory has devices of its own.
     pub fn reads_at_once(&self, ticket: &Ticket) -> bool {
-        ticket.region().linux.is_none()
-            && matches!(self.core.store.reads(), Reads::Immediate)
-            && self.core.store.latency_ns() == 0
+        ticket.region().linux.is_none() && self.core.reads_at_once()
     }
 
     /// The time until which a polling thread may sleep: when the first completion is due. `None` if

@@ -36,6 +36,8 @@ mod linux;
 mod origin;
 mod per_cpu_pages;
 mod provide;
+mod read_ahead;
+mod read_ahead_window;
 mod reclaim;
 mod region;
 mod removal;

@@ -5,13 +5,14 @@ use crate::counters::FaultCounters;
 use crate::error::LostPage;
 use crate::host::Host;
 use crate::per_cpu_pages::PerCpuPages;
-use crate::region::HugePages;
+use crate::region::{HugePages, Region};
 use crate::ticket::Ticket;
 use lacuna_addr::{Access, BackingAddr, Level, Pfn};
 use lacuna_frames::{
     BlockNo, BlockWord, Dirt, Marked, PageBlockState, PageNo, PageState, PageWord,
 };
 use lacuna_sync::lock;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 /// A page's frame.
@@ -154,6 +155,7 @@ impl Core {
         if access.is_write() {
             self.frames.desc(frame).mark_dirty();
         }
+        self.note_use(frame);
         Resolution::Ready(small(frame))
     }
 
@@ -402,7 +404,7 @@ impl Core {
         to: PageState,
         cache: &mut PerCpuPages,
     ) -> Option<Ticket> {
-        let ticket = self.put_in_flight(page, from, to, cache);
+        let ticket = self.put_in_flight(page, from, to, cache.region());
         if ticket.is_none() {
             cache.untake(to.frame()?);
         }
@@ -415,13 +417,13 @@ impl Core {
         page: PageNo,
         from: PageState,
         to: PageState,
-        cache: &PerCpuPages,
+        region: &Arc<Region>,
     ) -> Option<Ticket> {
-        let frame = to.frame().or_else(|| cache.region().linux_frame(page));
-        let ticket = Ticket::new(page, cache.region().clone(), frame?);
+        let frame = to.frame().or_else(|| region.linux_frame(page));
+        let ticket = Ticket::new(page, region.clone(), frame?);
         // Under one lock, so that a thread that sees the new state finds the ticket.
         let mut tickets = lock(&self.tickets);
-        cache.region().word(page)?.change(from, to).ok()?;
+        region.word(page)?.change(from, to).ok()?;
         tickets.insert(page, ticket.clone());
         Some(ticket)
     }
@@ -429,7 +431,12 @@ impl Core {
     /// The ticket that another fault has made; `None` if the page has arrived since.
     #[cold]
     pub fn join(&self, page: PageNo, cache: &PerCpuPages) -> Option<Ticket> {
-        let ticket = lock(&self.tickets).get(&page).cloned()?;
+        let tickets = lock(&self.tickets);
+        let ticket = tickets.get(&page).cloned()?;
+        if ticket.region().linux.is_none() {
+            self.asked_for(ticket.frame());
+        }
+        drop(tickets);
         FaultCounters::bump(&cache.shared.count.shared_ticket);
         Some(ticket)
     }

@@ -42,6 +42,11 @@ counters! {
         counter provided,
         /// Pages read from the swap device.
         counter swapped_in,
+        /// Pages of these that no fault had asked for when they arrived: they were read beside
+        /// another page.
+        counter read_ahead,
+        /// Pages of these that were accessed before reclaim evicted them.
+        counter read_ahead_used,
         /// Reads begun for callers that do not wait, in real time.
         counter reads_started,
         /// Arrivals that `Host::poll` handled and due completions that it delivered, in real time.
@@ -155,6 +160,8 @@ impl Core {
             faults_missing: missing,
             provided: provided + get(&counters.provided),
             swapped_in: get(&counters.swapped_in),
+            read_ahead: get(&counters.read_ahead),
+            read_ahead_used: get(&counters.read_ahead_used),
             reads_started: get(&counters.reads_started),
             polled: get(&counters.polled),
             swapped_out: get(&counters.swapped_out),

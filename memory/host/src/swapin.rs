@@ -27,7 +27,10 @@ impl Host {
             trace!(target: "lacuna::fault", page, missing, "read begins");
             match missing {
                 true => self.core.ask_source(ticket),
-                false => self.io.read(&self.core, ticket.clone()),
+                false => {
+                    let ahead = self.core.read_ahead(ticket);
+                    self.io.read(&self.core, ticket.clone(), ahead);
+                }
             }
         }
     }
@@ -71,7 +74,10 @@ impl Host {
             trace!(target: "lacuna::fault", page, missing, "read begins, waits");
             match missing {
                 true => self.core.ask_source(ticket),
-                false => self.io.read_here(&self.core, ticket, stop),
+                false => {
+                    let ahead = self.core.read_ahead(ticket);
+                    self.io.read_here(&self.core, ticket, ahead, stop);
+                }
             }
         }
         Ok(self.io.wait(&self.core, ticket, stop)?)
@@ -133,9 +139,19 @@ impl Core {
             return self.complete_page_in(ticket, result);
         }
         let result = result.and_then(|()| self.check(ticket));
+        if result.is_err() && self.give_up_ahead(ticket) {
+            return;
+        }
         let result = result.map_err(|error| self.lost_in(ticket, &error));
         if result.is_ok() {
             Counters::add(&self.stats.swapped_in, 1);
+            let is_ahead = self.frames.desc(ticket.frame()).is_ahead();
+            let kind = if is_ahead {
+                &self.stats.read_ahead
+            } else {
+                &self.stats.read_back
+            };
+            Counters::add(kind, 1);
         }
         self.settle(ticket, result);
     }
@@ -159,7 +175,9 @@ impl Core {
             Ok(()) => {
                 // The faulting vCPU may need some time until it retries, so the hand spares the
                 // page for one turn.
-                desc.mark_recent();
+                if !desc.is_ahead() {
+                    desc.mark_recent();
+                }
                 word.advance(PageState::arrived)
             }
             Err(_) => word.advance(PageState::arrival_failed),

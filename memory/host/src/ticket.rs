@@ -88,7 +88,7 @@ impl Ticket {
         self.0.page
     }
 
-    pub(crate) fn region(&self) -> &Region {
+    pub(crate) fn region(&self) -> &Arc<Region> {
         &self.0.region
     }
 

@@ -33,6 +33,7 @@ use crate::ticket::Ticket;
 use lacuna_swap::{SwapError, WriteFailed};
 use lacuna_sync::{Nanos, lock};
 use real::Real;
+use std::iter::once;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -89,7 +90,7 @@ impl Completion {
     /// Whether a page of `region` waits for this completion.
     fn concerns(&self, region: &Region) -> bool {
         match self {
-            Self::Read(ticket, _) => std::ptr::eq(ticket.region(), region),
+            Self::Read(ticket, _) => std::ptr::eq(&**ticket.region(), region),
             Self::Write(batch, _) => batch.concerns(region),
         }
     }
@@ -118,22 +119,29 @@ impl Executor {
         }
     }
 
-    /// Carries out a claimed read; the caller does not wait.
-    pub fn read(&self, core: &Core, ticket: Ticket) {
+    /// Carries out a claimed read, and the reads of `ahead` with it; the caller does not wait.
+    pub fn read(&self, core: &Core, ticket: Ticket, ahead: Vec<Ticket>) {
+        let due = core.read_deadline();
+        let tickets = once(ticket).chain(ahead);
         match self {
-            Self::Real(real) => real.read(ticket),
-            Self::Virtual(world) => {
+            Self::Real(real) => real.read(tickets, due),
+            Self::Virtual(world) => tickets.for_each(|ticket| {
                 let result = core.read(&ticket);
-                world.submit(core, Completion::Read(ticket, result));
-            }
+                world.submit(due, Completion::Read(ticket, result));
+            }),
         }
     }
 
-    /// Carries out a claimed read on the caller's thread; [`Executor::wait`] must follow.
-    pub fn read_here(&self, core: &Core, ticket: &Ticket, stop: &AtomicBool) {
+    /// Carries out a claimed read on the caller's thread, and the reads of `ahead` beside it;
+    /// [`Executor::wait`] must follow.
+    pub fn read_here(&self, core: &Core, ticket: &Ticket, ahead: Vec<Ticket>, stop: &AtomicBool) {
         match self {
-            Self::Real(real) => real.read_here(ticket, stop),
-            Self::Virtual(_) => self.read(core, ticket.clone()),
+            Self::Real(real) => {
+                let due = core.read_deadline();
+                real.read(ahead.into_iter(), due);
+                real.read_here(ticket, due, stop);
+            }
+            Self::Virtual(_) => self.read(core, ticket.clone(), ahead),
         }
     }
 
@@ -180,7 +188,7 @@ impl Executor {
         let completion = Completion::Write(batch, result);
         match self {
             Self::Real(real) => real.complete_at(due, completion),
-            Self::Virtual(world) => world.submit(core, completion),
+            Self::Virtual(world) => world.submit(due, completion),
         }
     }
 

@@ -106,32 +106,30 @@ impl Real {
         &self.name
     }
 
-    /// Carries out a claimed read without waiting for it.
-    pub fn read(&self, ticket: Ticket) {
+    /// Carries out claimed reads without waiting for them.
+    pub fn read(&self, tickets: impl Iterator<Item = Ticket>, due: Nanos) {
         let core = &self.core;
-        Counters::add(&core.stats.reads_started, 1);
-        let due = core.read_deadline();
-        let refused = match (core.store.reads(), self.own_ring()) {
-            // Linux reads its own memory, on a thread that may sleep.
-            _ if ticket.region().linux.is_some() => Err(ticket),
-            (Reads::Immediate, _) => {
+        let mut tickets = tickets
+            .inspect(|_| Counters::add(&core.stats.reads_started, 1))
+            .peekable();
+        let by_thread = |ticket| self.readers.read(ticket, due);
+        let is_linux = |ticket: &Ticket| ticket.region().linux.is_some();
+        match (core.store.reads(), self.own_ring()) {
+            // Linux reads its own memory, on a thread that may sleep. All tickets have one region.
+            _ if tickets.peek().is_some_and(is_linux) => tickets.for_each(by_thread),
+            (Reads::Immediate, _) => tickets.for_each(|ticket| {
                 let result = core.read(&ticket);
-                return self
-                    .timer
-                    .complete_at(due, Completion::Read(ticket, result));
-            }
-            (Reads::File(file), Some(ring)) => ring.read(file, ticket, due),
-            _ => Err(ticket),
-        };
-        if let Err(ticket) = refused {
-            self.readers.read(ticket, due);
+                let completion = Completion::Read(ticket, result);
+                self.timer.complete_at(due, completion);
+            }),
+            (Reads::File(file), Some(ring)) => ring.read(file, tickets, due, by_thread),
+            _ => tickets.for_each(by_thread),
         }
     }
 
     /// Carries out a claimed read on the caller's thread. If the caller must stop before the read
     /// is due, it leaves the completion to another thread.
-    pub fn read_here(&self, ticket: &Ticket, stop: &AtomicBool) {
-        let due = self.core.read_deadline();
+    pub fn read_here(&self, ticket: &Ticket, due: Nanos, stop: &AtomicBool) {
         let result = self.core.read(ticket);
         let completion = Completion::Read(ticket.clone(), result);
         // Sleep no longer than the region exists: its removal waits for its reads.

@@ -108,26 +108,32 @@ impl Ring {
         })
     }
 
-    /// Submits a claimed read of the ticket's entry in `file`. Gives the ticket back if too many
-    /// reads are in flight.
-    pub fn read(&self, file: BorrowedFd<'_>, ticket: Ticket, due: Nanos) -> Result<(), Ticket> {
+    /// Submits claimed reads of the tickets' entries in `file` with one system call, so that the
+    /// block layer joins reads of adjacent entries. `refused` gets the tickets beyond [`ENTRIES`]
+    /// reads in flight.
+    pub fn read(
+        &self,
+        file: BorrowedFd<'_>,
+        tickets: impl Iterator<Item = Ticket>,
+        due: Nanos,
+        refused: impl Fn(Ticket),
+    ) {
         let shared = &*self.shared;
-        let (frame, entry) = (ticket.frame(), shared.onward.core.entry_of(&ticket));
-        let number = lock(&shared.flights).board(ticket, due)?;
-        shared.pending.fetch_add(1, Ordering::Relaxed);
-        let frame = shared.onward.core.frames.pool.frame(frame).as_non_null();
-        let sqe = opcode::Read::new(
-            types::Fd(file.as_raw_fd()),
-            frame.as_ptr(),
-            PAGE_SIZE as u32,
-        );
-        let sqe = sqe.offset(entry.offset()).build();
-        shared.submit(&sqe.user_data(u64::from(number)));
+        let mut submitted = 0;
+        for ticket in tickets {
+            match shared.board(file, ticket, due) {
+                Ok(()) => submitted += 1,
+                Err(ticket) => refused(ticket),
+            }
+        }
+        if submitted == 0 {
+            return;
+        }
+        shared.enter();
         // A thread that sleeps on the ring does not learn of a read that the kernel has not taken.
         if !shared.is_watched() || shared.owed.load(Ordering::Relaxed) {
             shared.wake();
         }
-        Ok(())
     }
 
     /// Handles the arrived completions, unless another thread does so. Returns their number.
@@ -253,7 +259,28 @@ impl SharedRing {
         }
     }
 
+    /// Queues a read. The caller enters the kernel.
+    fn board(&self, file: BorrowedFd<'_>, ticket: Ticket, due: Nanos) -> Result<(), Ticket> {
+        let (frame, entry) = (ticket.frame(), self.onward.core.entry_of(&ticket));
+        let number = lock(&self.flights).board(ticket, due)?;
+        self.pending.fetch_add(1, Ordering::Relaxed);
+        let frame = self.onward.core.frames.pool.frame(frame).as_non_null();
+        let sqe = opcode::Read::new(
+            types::Fd(file.as_raw_fd()),
+            frame.as_ptr(),
+            PAGE_SIZE as u32,
+        );
+        let sqe = sqe.offset(entry.offset()).build();
+        self.queue(&sqe.user_data(u64::from(number)));
+        Ok(())
+    }
+
     fn submit(&self, sqe: &squeue::Entry) {
+        self.queue(sqe);
+        self.enter();
+    }
+
+    fn queue(&self, sqe: &squeue::Entry) {
         let turn = lock(&self.submission);
         // SAFETY: `turn` makes this the only view of the submission queue.
         let mut queue = unsafe { self.ring.submission_shared() };
@@ -263,7 +290,6 @@ impl SharedRing {
         debug_assert!(pushed.is_ok(), "as many places as flights");
         drop(queue);
         drop(turn);
-        self.enter();
     }
 
     /// Makes the kernel take all queued submissions, also other threads'.

@@ -35,17 +35,14 @@ impl Virtual {
         }
     }
 
-    pub fn submit(&self, core: &Core, completion: Completion) {
+    /// Delivers `completion` at `due`, or as much later as the seed says.
+    pub fn submit(&self, due: Nanos, completion: Completion) {
         let mut queue = lock(&self.queue);
         let range = self.latency_ns.clone();
         let extra = if range.is_empty() {
             range.start
         } else {
             queue.rng.u64(range)
-        };
-        let due = match completion {
-            Completion::Read(..) => core.read_deadline(),
-            Completion::Write(..) => core.write_deadline(),
         };
         let due = due.after(extra);
         queue.submitted += 1;

@@ -50,7 +50,8 @@ impl Core {
             }
             PageState::Empty if region.origin.is_some() => {
                 let fetching = PageState::Fetching { frame };
-                let ticket = self.put_in_flight(page, PageState::Empty, fetching, cache)?;
+                let ticket =
+                    self.put_in_flight(page, PageState::Empty, fetching, cache.region())?;
                 FaultCounters::bump(&cache.shared.count.missing);
                 Some(Resolution::Missing(ticket))
             }

@@ -130,7 +130,7 @@ impl Core {
     #[cold]
     pub fn begin_page_in(&self, page: PageNo, cache: &PerCpuPages) -> Option<Resolution> {
         let (from, to) = (PageState::PagedOut, PageState::PagingIn);
-        let ticket = self.put_in_flight(page, from, to, cache)?;
+        let ticket = self.put_in_flight(page, from, to, cache.region())?;
         FaultCounters::bump(&cache.shared.count.swap_in);
         Some(Resolution::Pending(ticket))
     }

@@ -79,7 +79,8 @@ impl Core {
             PageState::Empty => {
                 let frame = region.linux_frame(first)?;
                 let fetching = PageState::Fetching { frame };
-                let ticket = self.put_in_flight(first, PageState::Empty, fetching, cache)?;
+                let ticket =
+                    self.put_in_flight(first, PageState::Empty, fetching, cache.region())?;
                 FaultCounters::bump(&cache.shared.count.missing);
                 Some(Resolution::Missing(ticket))
             }
@@ -180,7 +181,7 @@ impl Core {
             if state == PageState::Empty {
                 // If another thread is first, the page goes to that thread's ticket.
                 let fetching = PageState::Fetching { frame };
-                let _ = self.put_in_flight(unit, PageState::Empty, fetching, cache);
+                let _ = self.put_in_flight(unit, PageState::Empty, fetching, cache.region());
             }
             let answer = self.answer(first.plus(page), Ok(content));
             taken += usize::from(answer == Answer::Taken);

@@ -147,7 +147,7 @@ impl Core {
     /// Enters an accessed compound page into the round. A chosen block is split now, when the hand
     /// meets it, so that its pages have a whole turn.
     fn enter(&self, warmth: Warmth, block: BlockNo) -> Verdict {
-        let read_back = self.stats.swapped_in.load(Ordering::Relaxed);
+        let read_back = self.stats.read_back.load(Ordering::Relaxed);
         let mut sampled = lock(&self.sampled_splits);
         if sampled.chosen.take_if(|chosen| *chosen == block).is_some() {
             return Verdict::Sampled;
@@ -169,7 +169,7 @@ impl Core {
 
     fn split(&self, isolated: IsolatedBlock, grace: Grace) {
         if grace == Grace::OneTurn {
-            let read_back = self.stats.swapped_in.load(Ordering::Relaxed);
+            let read_back = self.stats.read_back.load(Ordering::Relaxed);
             self.frames.block(isolated.block).begin_sample(read_back);
         }
         let span = isolated.region.span(isolated.first);
@@ -206,7 +206,7 @@ impl Core {
     /// How often a page of the sampled block was accessed, in sixteenths of the rate at which a
     /// page in swap was read back.
     fn worth(&self, block: BlockNo, in_use: usize) -> u64 {
-        let read_back = self.stats.swapped_in.load(Ordering::Relaxed);
+        let read_back = self.stats.read_back.load(Ordering::Relaxed);
         let wanted = u64::from(self.frames.block(block).read_back_since(read_back));
         let swapped = self.swapped_out_now.load(Ordering::Relaxed).max(0) as u64;
         16 * in_use as u64 * swapped / (wanted * BLOCK as u64).max(1)

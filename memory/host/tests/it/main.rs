@@ -1,5 +1,6 @@
 //! The integration tests of this crate, in one program.
 
+mod ahead;
 mod bad_handlers;
 mod blocked_signal;
 mod common;

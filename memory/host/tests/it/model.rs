@@ -82,6 +82,8 @@ enum Op {
         vm: usize,
         max_level: Level,
     },
+    /// From now on a read from swap brings up to so many pages.
+    ReadAhead(u64),
 }
 
 /// The size of a test's host.
@@ -137,6 +139,7 @@ fn op(size: Size) -> impl Strategy<Value = Op> {
             .prop_map(|(vm, page, count)| Op::PageOut { vm, page, count }),
         3 => Just(Op::Collapse),
         1 => (vm.clone(), page).prop_map(|(vm, page)| Op::Advise { vm, page }),
+        1 => (0..7u32).prop_map(|log| Op::ReadAhead(1 << log)),
         1 => (vm, prop_oneof![Just(Level::L4K), Just(Level::L2M)])
             .prop_map(|(vm, max_level)| Op::MaxLevel { vm, max_level }),
     ]
@@ -281,6 +284,7 @@ impl Fixture {
                     .unwrap();
                 self.host.advise_huge(range).unwrap();
             }
+            Op::ReadAhead(pages) => self.host.set_read_ahead(PageCount::new(pages)),
             Op::MaxLevel { vm, max_level } => self.vms[vm].max_level = max_level,
         }
         self.host.verify();
