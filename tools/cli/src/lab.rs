@@ -8,9 +8,10 @@ use crate::signals::Signals;
 use lacuna::Arch;
 use lacuna_lab::experiment::{LabError, Options};
 use lacuna_lab::first_look::FirstLook;
-use lacuna_lab::report::{Verbosity, table};
+use lacuna_lab::report::{Progress, Verbosity, table};
 use lacuna_lab::result::{Report, command_line};
 use lacuna_lab::{apf, base, interrupt, letters, migrate, paging, pml, postcopy, restore, thp};
+use std::sync::Arc;
 
 /// Measures what `args` choose and prints the results.
 pub fn lab(args: &LabArgs) -> Exit {
@@ -129,7 +130,7 @@ fn options(args: &LabArgs) -> Result<Options, LabError> {
         arch: Arch::X86_64,
         lacuna,
         swap_dir: temp_dir(),
-        verbosity: verbosity(&args.output),
+        progress: Arc::new(Progress::new(0, verbosity(&args.output))),
         parts: Vec::new(),
     })
 }

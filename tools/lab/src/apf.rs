@@ -31,7 +31,6 @@ mod sweep;
 
 use crate::experiment::{LabResult, Options, skip_if_busy, vcpus};
 use crate::fixture::builder;
-use crate::report::Progress;
 use crate::result::{Measurement, Report};
 use crate::slices::Pace;
 use lacuna::memory::Swap;
@@ -55,7 +54,7 @@ const OUTSTANDING: u64 = 64;
 /// The error of the first failed experiment. Results that this machine cannot measure are skipped.
 pub fn run(options: &Options, report: &mut Report) -> LabResult {
     let steps = device::DEVICES.len() + sweep::steps(options) + 1;
-    let progress = Progress::new(steps as u64 + kvm::STEPS, options.verbosity);
+    options.begin(steps as u64 + kvm::STEPS);
     report.say(format!(
         "apf: when a page must be read from swap, the guest gets an event and runs another \
          process. It gets another event when the page is there. The guest has {vcpus} vCPUs and \
@@ -68,21 +67,21 @@ pub fn run(options: &Options, report: &mut Report) -> LabResult {
     ));
     for device in &device::DEVICES {
         if options.wants("device") || options.wants(device.id) {
-            progress.step(format!("on and off: {}", device.about))?;
+            options.step(format!("on and off: {}", device.about))?;
             let guests = device::Guests::APF;
             let done = device::measure(device, guests, options, report);
             skip_if_busy(report, guests.ids(device), done)?;
         }
     }
     if options.wants("sweep") {
-        let done = sweep::measure(options, report, &progress);
+        let done = sweep::measure(options, report);
         skip_if_busy(report, [sweep::ID], done)?;
     }
     if options.wants("alone") {
-        progress.step("a memory-bound program alone")?;
+        options.step("a memory-bound program alone")?;
         alone::measure(options, report)?;
     }
-    kvm::measure(options, report, &progress)
+    kvm::measure(options, report)
 }
 
 /// The separately measurable parts.

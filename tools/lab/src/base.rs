@@ -20,7 +20,6 @@ mod memory;
 mod micro;
 
 use crate::experiment::{LabResult, Options};
-use crate::report::Progress;
 use crate::result::Report;
 
 pub use cpu::first_look as vcpu_first_look;
@@ -32,23 +31,23 @@ pub use micro::{Fixture, Touch, touch_together};
 /// # Errors
 /// The error of the first failed experiment. Results that need QEMU are skipped without it.
 pub fn run(options: &Options, report: &mut Report) -> LabResult {
-    let progress = Progress::new(8, options.verbosity);
+    options.begin(8);
     if options.wants("memory") {
-        progress.step("memory overhead: bm, 2 GiB in 512 MiB")?;
+        options.step("memory overhead: bm, 2 GiB in 512 MiB")?;
         memory::overhead(options, report)?;
     }
     if options.wants_x86("fault", fault::IDS, report) {
-        progress.step("fault, warm caches")?;
+        options.step("fault, warm caches")?;
         fault::measure(options, report, false)?;
-        progress.step("fault, cold caches")?;
+        options.step("fault, cold caches")?;
         fault::measure(options, report, true)?;
     }
     if options.wants_x86("scaling", [fault::SCALING], report) {
-        progress.step("fault, 1 and 2 vCPUs")?;
+        options.step("fault, 1 and 2 vCPUs")?;
         fault::scaling(options, report)?;
     }
     if options.wants("cpu") {
-        cpu::rates(options, report, &progress)?;
+        cpu::rates(options, report)?;
     }
     Ok(())
 }

@@ -1,10 +1,12 @@
 //! The options of all experiments, and their errors.
 
-use crate::report::Verbosity;
+use crate::report::Progress;
 use crate::result::Report;
 use lacuna::{Arch, ErrorKind};
+use std::borrow::Cow;
 use std::io;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 /// Why an experiment could not be carried out.
 #[derive(Debug, thiserror::Error)]
@@ -94,13 +96,23 @@ pub struct Options {
     pub lacuna: PathBuf,
     /// The folder for swap files.
     pub swap_dir: PathBuf,
-    /// Whether progress is shown.
-    pub verbosity: Verbosity,
+    /// Where progress is shown.
+    pub progress: Arc<Progress>,
     /// The chosen parts of the experiment, out of its `PARTS`; all if empty.
     pub parts: Vec<&'static str>,
 }
 
 impl Options {
+    /// Begins an experiment of so many steps.
+    pub(crate) fn begin(&self, steps: u64) {
+        self.progress.begin(steps);
+    }
+
+    /// Begins a step.
+    pub(crate) fn step(&self, what: impl Into<Cow<'static, str>>) -> LabResult {
+        self.progress.step(what)
+    }
+
     /// Whether `part` is to be measured.
     pub(crate) fn wants(&self, part: &str) -> bool {
         self.parts.is_empty() || self.parts.contains(&part)
@@ -151,6 +163,7 @@ pub(crate) fn vcpus() -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::report::Verbosity;
 
     fn options(arch: Arch, parts: Vec<&'static str>) -> Options {
         Options {
@@ -159,7 +172,7 @@ mod tests {
             arch,
             lacuna: PathBuf::new(),
             swap_dir: PathBuf::new(),
-            verbosity: Verbosity::Quiet,
+            progress: Arc::new(Progress::new(0, Verbosity::Quiet)),
             parts,
         }
     }

@@ -18,7 +18,7 @@
 //! A row is *undecided* if its interval includes 1.0, or if it has fewer than six rounds.
 
 use crate::experiment::{LabResult, Options};
-use crate::report::{Progress, align, figure, wrap};
+use crate::report::{align, figure, wrap};
 use crate::result::{Measurement, Report};
 use crate::stats::{Rounds, Summary};
 use crate::{apf, base, paging, pml, thp};
@@ -156,9 +156,9 @@ impl FirstLook {
     /// # Errors
     /// The error of the first failed part.
     pub fn run(&mut self, options: &Options) -> LabResult {
-        let progress = Progress::new(PARTS.len() as u64, options.verbosity);
+        options.begin(PARTS.len() as u64);
         for (system, arch, seconds, measure) in PARTS {
-            progress.step(format!("{system}: without it and with it, in turns"))?;
+            options.step(format!("{system}: without it and with it, in turns"))?;
             let rounds = match options.quick {
                 true => Rounds::Count(2),
                 false => Rounds::Within(Duration::from_secs(seconds)),

@@ -19,7 +19,6 @@ mod range;
 mod talk;
 
 use crate::experiment::{LabResult, Options, skip_if_busy};
-use crate::report::Progress;
 use crate::result::{Measurement, Report};
 use lacuna::{Apf, PageCount};
 use std::fmt;
@@ -31,22 +30,22 @@ use std::time::Duration;
 /// The error of the first failed experiment.
 pub fn run(options: &Options, report: &mut Report) -> LabResult {
     let steps = talk::STEPS + arm64::STEPS + range::STEPS + paging::STEPS + pml::STEPS;
-    let progress = Progress::new(steps, options.verbosity);
+    options.begin(steps);
     if options.wants_x86("talk", [talk::ID], report) {
-        talk::measure(options, report, &progress)?;
+        talk::measure(options, report)?;
     }
     if options.wants("arm64") {
-        arm64::measure(options, report, &progress)?;
+        arm64::measure(options, report)?;
     }
     if options.wants_x86("range", [range::ID], report) {
-        let done = range::measure(options, report, &progress);
+        let done = range::measure(options, report);
         skip_if_busy(report, [range::ID], done)?;
     }
     if options.wants("paging") {
-        paging::measure(options, report, &progress)?;
+        paging::measure(options, report)?;
     }
     if options.wants_x86("pml", pml::IDS, report) {
-        pml::measure(options, report, &progress)?;
+        pml::measure(options, report)?;
     }
     Ok(())
 }
@@ -124,8 +123,9 @@ fn grouped(count: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::Verbosity;
+    use crate::report::{Progress, Verbosity};
     use lacuna::Arch;
+    use std::sync::Arc;
 
     fn options(parts: Vec<&'static str>) -> Options {
         Options {
@@ -134,7 +134,7 @@ mod tests {
             arch: Arch::X86_64,
             lacuna: Default::default(),
             swap_dir: std::env::temp_dir(),
-            verbosity: Verbosity::Quiet,
+            progress: Arc::new(Progress::new(0, Verbosity::Quiet)),
             parts,
         }
     }

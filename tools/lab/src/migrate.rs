@@ -39,7 +39,6 @@ mod worker;
 
 use crate::experiment::{LabResult, Options};
 use crate::guests::{self, GuestBuilder, beside};
-use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, measures, paired};
 use ends::move_guest;
@@ -64,24 +63,24 @@ const RATE_ROUNDS: usize = 15;
 /// # Errors
 /// The error of the first failed experiment.
 pub fn run(options: &Options, report: &mut Report) -> LabResult {
-    let progress = Progress::new(2 * PARTS.len() as u64 - 2, options.verbosity);
+    options.begin(2 * PARTS.len() as u64 - 2);
     report.say(
         "migrate: a running guest moves to another VM over a TCP connection of this host. \
          Pre-copy: its memory goes first; post-copy: the guest goes first; hybrid: the guest goes \
          before what it has written again.",
     );
     let soft = guests::soft(options);
-    measure("migrate", &soft, options, report, &progress)?;
+    measure("migrate", &soft, options, report)?;
     if options.wants("pml") {
-        progress.step("guests during a pre-copy, by both detections of writes")?;
+        options.step("guests during a pre-copy, by both detections of writes")?;
         pml::measure(&soft, options, report)?;
     }
     if options.wants("worker") {
-        progress.step("a process that computes, beside pages 1 ms away")?;
+        options.step("a process that computes, beside pages 1 ms away")?;
         worker::measure(&soft, options, report)?;
     }
     match guests::kvm(options) {
-        Ok(kvm) => measure("migrate.kvm", &kvm, options, report, &progress),
+        Ok(kvm) => measure("migrate.kvm", &kvm, options, report),
         Err(why) => {
             report.skip("migrate.kvm.*", why);
             Ok(())
@@ -95,22 +94,21 @@ fn measure<B: GuestBuilder>(
     builder: &impl Fn(u64, usize) -> B,
     options: &Options,
     report: &mut Report,
-    progress: &Progress,
 ) -> LabResult {
     let memory = if options.quick { QUICK } else { MEMORY };
     let guests = builder(memory, VCPUS);
     let rounds = Rounds::Count(if options.quick { 2 } else { Rounds::LEAST });
     if options.wants("modes") {
-        progress.step(format!("{prefix}: pre-copy, post-copy and hybrid"))?;
+        options.step(format!("{prefix}: pre-copy, post-copy and hybrid"))?;
         modes::measure(prefix, &guests, memory, rounds, report)?;
     }
     if options.wants("large") {
         let memory = if options.quick { QUICK } else { modes::LARGE };
-        progress.step(format!("{prefix}: post-copy of {memory} MiB"))?;
+        options.step(format!("{prefix}: post-copy of {memory} MiB"))?;
         modes::large(prefix, &builder(memory, VCPUS), memory, options, report)?;
     }
     if options.wants("rate") {
-        progress.step(format!(
+        options.step(format!(
             "{prefix}: the rate of a guest, and of plain copies"
         ))?;
         let rounds = Rounds::Count(if options.quick { 2 } else { RATE_ROUNDS });
@@ -118,7 +116,7 @@ fn measure<B: GuestBuilder>(
     }
     let ids = against::ids(prefix);
     if options.wants_x86("qemu", ids, report) {
-        progress.step(format!("{prefix}: the same moves by QEMU"))?;
+        options.step(format!("{prefix}: the same moves by QEMU"))?;
         against::measure(prefix, &guests, options, report)?;
     }
     Ok(())

@@ -97,7 +97,7 @@ impl GuestOptions {
         (each, each * shares)
     }
 
-    /// Pages that the memory has only together.
+    /// Pages that are only provided together.
     pub fn unit(&self) -> usize {
         match self.memory_kind {
             MemoryKind::Hugetlbfs => 512,
@@ -105,7 +105,7 @@ impl GuestOptions {
         }
     }
 
-    /// Why there is no such guest.
+    /// Why there is no such guest: the options that exclude each other, and what to do.
     pub fn check(&self) -> Result<(), &'static str> {
         let (_, all) = self.pages();
         match () {

@@ -45,7 +45,6 @@ mod wake_up;
 use crate::demand_paging::{DemandPaging, unavailable};
 use crate::experiment::{LabResult, Options};
 use crate::options::GuestOptions;
-use crate::report::Progress;
 use crate::result::Report;
 use crate::size::Size;
 #[cfg(doc)]
@@ -58,10 +57,7 @@ use lacuna::{Arch, Backend, PAGE_SIZE};
 /// # Errors
 /// The error of the first failed experiment.
 pub fn run(options: &Options, report: &mut Report) -> LabResult {
-    let progress = Progress::new(
-        2 * (arms::STEPS + crowd::STEPS) + arms::KVM_STEPS,
-        options.verbosity,
-    );
+    options.begin(2 * (arms::STEPS + crowd::STEPS) + arms::KVM_STEPS);
     report.say(
         "paging: memory that was never provided. A vCPU that needs a page waits in a queue for a \
          reader's answer, or it exits, and its own thread provides the page.",
@@ -73,17 +69,17 @@ pub fn run(options: &Options, report: &mut Report) -> LabResult {
             continue;
         }
         if options.wants("arms") {
-            arms::measure(kind, options, report, &progress)?;
+            arms::measure(kind, options, report)?;
         }
         if options.wants_x86("crowd", crowd::ids(kind), report) {
-            crowd::measure(kind, options, report, &progress)?;
+            crowd::measure(kind, options, report)?;
         }
     }
     if options.wants("arms") {
-        arms::measure_huge(options, report, &progress)?;
+        arms::measure_huge(options, report)?;
     }
     if options.wants_x86("kvm", arms::kvm_ids(options), report) {
-        arms::measure_kvm(options, report, &progress)?;
+        arms::measure_kvm(options, report)?;
     }
     Ok(())
 }

@@ -20,6 +20,7 @@ mod machine;
 
 use crate::experiment::LabResult;
 use crate::session::Guest;
+use crate::slices::Pace;
 use lacuna::dirty::DirtyRings as _;
 use lacuna::memory::HostStats;
 use lacuna::soft::{Vm, VmBuilder};
@@ -50,16 +51,7 @@ pub struct Cast {
     pub background: InBackground,
 }
 
-/// A turn whose second part is counted.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Slice {
-    /// The first part, in which caches become warm.
-    pub settle: Duration,
-    /// The counted part.
-    pub counted: Duration,
-}
-
-/// The counts of a [`Slice`].
+/// The counts of a slice.
 pub struct Took {
     /// Steps a second of the processes that access memory.
     pub rate: f64,
@@ -143,14 +135,14 @@ impl Player<'_> {
         })
     }
 
-    /// Lets it run for a slice; returns the counts.
-    pub fn slice(&mut self, slice: Slice) -> LabResult<Took> {
+    /// Lets it run for a slice of `pace`; returns the counts.
+    pub fn slice(&mut self, pace: Pace) -> LabResult<Took> {
         let guest = self.guest;
         let mut took = None;
         self.turn(|vm| {
-            guest.run_for(slice.settle)?;
+            guest.run_for(pace.settle)?;
             let (before, swapped_in) = (guest.count()?, vm.host().stats().swapped_in);
-            guest.run_for(slice.counted)?;
+            guest.run_for(pace.slice)?;
             let (count, host) = (guest.count()?, vm.host().stats());
             let [_, rate] = count.rates_since(&before);
             let swapped_in = (host.swapped_in - swapped_in) as f64;
@@ -295,10 +287,7 @@ mod tests {
             guest: "zipf",
             background: InBackground::Reclaim,
         };
-        let slice = Slice {
-            settle: Duration::from_millis(30),
-            counted: Duration::from_millis(50),
-        };
+        let slice = Pace::new(1, 50, 30);
         let builders = [HugePages::Never, HugePages::Always].map(builder);
         let done = with_players(&builders, cast, |mut players| {
             let until_some = |player: &mut Player<'_>| {

@@ -35,7 +35,6 @@ mod score;
 use crate::dirty_log::DirtyLog;
 use crate::experiment::{LabResult, Options};
 use crate::options::{Recorder, options_of};
-use crate::report::Progress;
 use crate::result::Report;
 use lacuna::PAGE_SIZE;
 
@@ -45,23 +44,23 @@ use lacuna::PAGE_SIZE;
 /// The error of the first failed experiment. Results that this machine cannot measure are skipped.
 pub fn run(options: &Options, report: &mut Report) -> LabResult {
     let steps = score::STEPS + 2 + harvest::STEPS + kvm::STEPS;
-    let progress = Progress::new(steps, options.verbosity);
+    options.begin(steps);
     if options.wants("score") {
-        score::measure(options, report, &progress)?;
+        score::measure(options, report)?;
     }
     if options.wants("page") {
-        progress.step("costs of a dirtied page")?;
+        options.step("costs of a dirtied page")?;
         page::measure(options, report)?;
     }
     if options.wants("ending") {
-        progress.step("ending logging")?;
+        options.step("ending logging")?;
         ending::measure(options, report)?;
     }
     if options.wants("harvest") {
-        harvest::measure(options, report, &progress)?;
+        harvest::measure(options, report)?;
     }
     if options.wants("kvm") {
-        kvm::measure(options, report, &progress)?;
+        kvm::measure(options, report)?;
     }
     Ok(())
 }

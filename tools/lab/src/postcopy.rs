@@ -36,7 +36,6 @@ mod push;
 use crate::apf::{SLICE_US, TICK_US};
 use crate::demand_paging::{self, DemandPaging};
 use crate::experiment::{LabError, LabResult, Options};
-use crate::report::Progress;
 use crate::result::{Measurement, Report};
 use arms::Scene;
 use lacuna::memory::MemoryKind;
@@ -46,7 +45,7 @@ use lacuna::memory::MemoryKind;
 /// # Errors
 /// The error of the first failed experiment. Results that this machine cannot measure are skipped.
 pub fn run(options: &Options, report: &mut Report) -> LabResult {
-    let progress = Progress::new(2 * experiments::ALL.len() as u64, options.verbosity);
+    options.begin(2 * experiments::ALL.len() as u64);
     report.say(
         "postcopy: memory that is still with a peer. The guest has one vCPU. A process that \
          computes (a worker) shares it with processes that touch random pages (faulters). A vCPU \
@@ -59,7 +58,7 @@ pub fn run(options: &Options, report: &mut Report) -> LabResult {
             continue;
         }
         for experiment in &experiments::ALL {
-            experiment.measure(kind, options, report, &progress)?;
+            experiment.measure(kind, options, report)?;
         }
     }
     Ok(())

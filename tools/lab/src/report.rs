@@ -165,6 +165,7 @@ pub enum Verbosity {
 
 /// A line on stderr that says what is being measured. It is not shown if stderr is no terminal,
 /// because it would only fill a log.
+#[derive(Debug)]
 pub struct Progress(ProgressBar);
 
 impl Progress {
@@ -178,6 +179,12 @@ impl Progress {
         bar.set_style(style.expect("the template is well formed"));
         bar.enable_steady_tick(Duration::from_millis(200));
         Self(bar)
+    }
+
+    /// Begins again, with `steps` steps.
+    pub fn begin(&self, steps: u64) {
+        self.0.reset();
+        self.0.set_length(steps);
     }
 
     /// Begins a step.

@@ -25,7 +25,6 @@ mod arms;
 
 use crate::experiment::{LabError, LabResult, Options};
 use crate::guests::{self, GuestBuilder};
-use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, measures, paired};
 use arms::{Arm, Scene, Took};
@@ -47,7 +46,7 @@ const RECORDED: u32 = 1;
 /// # Errors
 /// The error of the first failed experiment.
 pub fn run(options: &Options, report: &mut Report) -> LabResult {
-    let progress = Progress::new(2 * PARTS.len() as u64, options.verbosity);
+    options.begin(2 * PARTS.len() as u64);
     report.say(
         "restore: a guest resumes from a snapshot. Its memory file is in the page cache. Eager \
          reads all pages before the guest runs, lazy while it runs: a page that the guest needs at \
@@ -56,15 +55,9 @@ pub fn run(options: &Options, report: &mut Report) -> LabResult {
     );
     let memory = if options.quick { QUICK } else { MEMORY };
     let soft = guests::soft(options)(memory, VCPUS);
-    measure("restore", &soft, options, report, &progress)?;
+    measure("restore", &soft, options, report)?;
     match guests::kvm(options) {
-        Ok(kvm) => measure(
-            "restore.kvm",
-            &kvm(memory, VCPUS),
-            options,
-            report,
-            &progress,
-        ),
+        Ok(kvm) => measure("restore.kvm", &kvm(memory, VCPUS), options, report),
         Err(why) => {
             report.skip("restore.kvm.*", why);
             Ok(())
@@ -78,21 +71,20 @@ fn measure<B: GuestBuilder>(
     builder: &B,
     options: &Options,
     report: &mut Report,
-    progress: &Progress,
 ) -> LabResult {
     let folder = tempfile::tempdir_in(&options.swap_dir);
     let what = format!("make a folder in {}", options.swap_dir.display());
     let folder = folder.map_err(LabError::io(what))?;
     let scene = |guest, words: &str| Scene::save(builder, guest, words, folder.path());
     if options.wants("time") {
-        progress.step(format!(
+        options.step(format!(
             "{prefix}: eager and lazy, until all memory is checked"
         ))?;
         let scene = scene("verify", "gate=1 rounds=1")?;
         times(prefix, &scene, options, report)?;
     }
     if options.wants("replay") {
-        progress.step(format!(
+        options.step(format!(
             "{prefix}: lazy, with and without a record of another run"
         ))?;
         let words = if options.quick { QUICK_ZIPF } else { ZIPF };

@@ -40,7 +40,7 @@ const FIRST_SLOT: u16 = 8;
 const SPARE: u64 = 1 << 14;
 
 impl GuestOptions {
-    /// Why there is no such guest.
+    /// As [`GuestOptions::check`], for a guest that accesses all pages again and again.
     pub fn check_sweeps(&self) -> Result<(), &'static str> {
         let (each, _) = self.pages();
         match () {

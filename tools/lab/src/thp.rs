@@ -29,7 +29,6 @@ mod neighbour;
 pub(crate) mod scene;
 
 use crate::experiment::{LabError, LabResult, Options, skip_if_busy};
-use crate::report::Progress;
 use crate::result::Report;
 use crate::stats::Summary;
 use std::time::{Duration, Instant};
@@ -39,29 +38,29 @@ use std::time::{Duration, Instant};
 /// # Errors
 /// The error of the first failed experiment. Results that this machine cannot measure are skipped.
 pub fn run(options: &Options, report: &mut Report) -> LabResult {
-    let progress = Progress::new(guests::STEPS + 4, options.verbosity);
+    options.begin(guests::STEPS + 4);
     report.say(
         "thp: the host backs guest memory by 2 MiB pages where it can. The cost of invalidating a \
          range depends on the leaves that are mapped there, not on the length of the range. A \
          vCPU keeps its translations of the memory next to the range.",
     );
     if options.wants("call") {
-        progress.step("whole notifier calls")?;
+        options.step("whole notifier calls")?;
         call::measure(options, report)?;
     }
     if options.wants("neighbour") {
-        progress.step("a vCPU next to a range that is invalidated")?;
+        options.step("a vCPU next to a range that is invalidated")?;
         neighbour::measure(options, report)?;
     }
     if options.wants("reads") {
-        progress.step("random reads")?;
+        options.step("random reads")?;
         guests::reads(options, report)?;
     }
     if options.wants("pressure") {
-        guests::pressure(options, report, &progress)?;
+        guests::pressure(options, report)?;
     }
     if options.wants("kvm") {
-        progress.step("discards on /dev/kvm")?;
+        options.step("discards on /dev/kvm")?;
         let done = kvm::measure(options, report);
         skip_if_busy(report, kvm::ids(), done)?;
     }

@@ -32,7 +32,7 @@ use super::device::{self, DEVICES, Guests};
 use super::{SLICE_US, TICK_US};
 use crate::experiment::{LabResult, Options, skip_if_busy};
 use crate::fixture::{builder, with_size};
-use crate::report::{Progress, align, time};
+use crate::report::{align, time};
 use crate::result::{Measurement, Report};
 use crate::session::{image, on};
 use crate::slices::{Gain, OFF_NULL_ON, PROCESSES, Pace, take_turns};
@@ -114,7 +114,7 @@ pub fn run(options: &Options, report: &mut Report) -> LabResult {
         _ => &X86,
     };
     let steps = all.len() * (VCPUS.len() + 2);
-    let progress = Progress::new(steps as u64, options.verbosity);
+    options.begin(steps as u64);
     report.say(format!(
         "apf-arm64: the experiment of the arm64 series' cover letter (RFCv2, 2020), with {} \
          guests. Half of the memory is resident. A memory-bound thread allocates, accesses and \
@@ -128,17 +128,17 @@ pub fn run(options: &Options, report: &mut Report) -> LabResult {
         if options.wants("pair") {
             let counts = if options.quick { 1 } else { VCPUS.len() };
             for &vcpus in &VCPUS[..counts] {
-                progress.step(format!("{form}, {vcpus} vCPUs: both threads"))?;
+                options.step(format!("{form}, {vcpus} vCPUs: both threads"))?;
                 let done = measure_pair(guests, vcpus, options, report);
                 skip_if_busy(report, pair_ids(guests, vcpus), done)?;
             }
         }
         if options.wants("alone") {
-            progress.step(format!("{form}: the memory-bound thread alone"))?;
+            options.step(format!("{form}: the memory-bound thread alone"))?;
             measure_alone(guests, options, report)?;
         }
         if options.wants("share") {
-            progress.step(format!("{form}: workers and faulters, 1 ms a page"))?;
+            options.step(format!("{form}: workers and faulters, 1 ms a page"))?;
             let [device, ..] = &DEVICES;
             let done = device::measure(device, *guests, options, report);
             skip_if_busy(report, guests.ids(device), done)?;

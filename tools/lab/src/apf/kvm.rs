@@ -29,7 +29,6 @@
 
 use super::{SLICE_US, with_bm};
 use crate::experiment::{LabError, LabResult, Options, skip_if_busy};
-use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Measured, image, on};
 use crate::slices::{Arm, Gain, PROCESSES, Pace, Role, Runs, take_turns};
@@ -77,8 +76,8 @@ fn id(ms: u64) -> String {
 }
 
 /// `apf.kvm.*`; skipped without a usable `/dev/kvm`.
-pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
-    type Part = fn(&Options, &mut Report, &Progress) -> LabResult;
+pub fn measure(options: &Options, report: &mut Report) -> LabResult {
+    type Part = fn(&Options, &mut Report) -> LabResult;
     let shares = LATENCIES.map(|(ms, _)| id(ms));
     let parts: [(_, Vec<String>, Part); 2] = [
         ("kvm", [&shares[..], &[FAULTS.into()]].concat(), swapped),
@@ -90,7 +89,7 @@ pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> L
         }
         match lacuna::kvm::available() {
             Ok(()) => {
-                let done = measure(options, report, progress);
+                let done = measure(options, report);
                 skip_if_busy(report, ids, done)?;
             }
             Err(why) => ids.into_iter().for_each(|id| report.skip(id, &why)),
@@ -131,7 +130,7 @@ fn share(runs: &Runs, apf: Apf) -> LabResult<Summary> {
 }
 
 /// Part `kvm`: swapped-out pages, at each of [`LATENCIES`].
-fn swapped(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
+fn swapped(options: &Options, report: &mut Report) -> LabResult {
     let in_vm = |apf| {
         let sizes = [MEMORY_MIB, RESIDENT_MIB];
         let [memory, resident] = sizes.map(|mib| PageCount::from_bytes(mib << 20));
@@ -142,9 +141,9 @@ fn swapped(options: &Options, report: &mut Report, progress: &Progress) -> LabRe
         };
         shares(&builder, &builder.latency, apf, pace(options, apf))
     };
-    progress.step("/dev/kvm, with asynchronous faults")?;
+    options.step("/dev/kvm, with asynchronous faults")?;
     let (on, counters) = in_vm(Apf::On)?;
-    progress.step("/dev/kvm, without")?;
+    options.step("/dev/kvm, without")?;
     let (off, _) = in_vm(Apf::Off)?;
     let results = LATENCIES.iter().zip(on.iter().zip(&off));
     let results = results.map(|((ms, bar), (on, off))| {
@@ -213,10 +212,10 @@ where
 }
 
 /// Part `source`.
-fn provided(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
+fn provided(options: &Options, report: &mut Report) -> LabResult {
     let mut all = Vec::new();
     for (name, apf, flags) in SOURCE_ARMS {
-        progress.step(format!("/dev/kvm, pages from a source, {name}"))?;
+        options.step(format!("/dev/kvm, pages from a source, {name}"))?;
         let memory = PageCount::from_bytes(SOURCE_MIB << 20);
         let link = Faults::latency(Duration::from_millis(SOURCE_MS));
         let source = Injected::new(Zeros, link).map_err(LabError::io("start a source"))?;

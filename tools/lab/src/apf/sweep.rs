@@ -18,7 +18,6 @@
 use super::device::{Guests, MEMORY, run};
 use super::with_params;
 use crate::experiment::{LabResult, Options};
-use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::slices::{Gain, OFF_NULL_ON, PROCESSES, Pace};
 use crate::stats::Summary;
@@ -61,10 +60,10 @@ struct Point {
 }
 
 /// `apf.break_even_us`.
-pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
+pub fn measure(options: &Options, report: &mut Report) -> LabResult {
     let mut points = Vec::new();
     for us in latencies(options) {
-        progress.step(format!("break-even: {us} us a page (injected)"))?;
+        options.step(format!("break-even: {us} us a page (injected)"))?;
         let latency = Duration::from_micros(us);
         let mut device = MEMORY;
         device.latency = latency;

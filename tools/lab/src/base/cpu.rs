@@ -5,7 +5,7 @@ use crate::external::{ExternalError, Timed, Timer, native, qemu_tcg};
 use crate::first_look::{Found, Row};
 use crate::fixture::resident;
 use crate::options::guests;
-use crate::report::{Progress, short};
+use crate::report::short;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, paired, rounds};
 use lacuna::soft::VmBuilder;
@@ -35,7 +35,7 @@ const QEMU: usize = 2;
 
 /// `cpu.x86.*`, beside native and QEMU. For arm64 guests only `cpu.minstr_per_s.*`, because this
 /// machine does not run their code natively.
-pub fn rates(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
+pub fn rates(options: &Options, report: &mut Report) -> LabResult {
     let guest = guests(options.arch).image("cpubench").expect("built in");
     let is_x86 = options.arch == Arch::X86_64;
     let elf = write_image(guest)?;
@@ -51,7 +51,7 @@ pub fn rates(options: &Options, report: &mut Report, progress: &Progress) -> Lab
         };
     }
     for test in &TESTS {
-        progress.step(format!("instructions a second: {}", test.0))?;
+        options.step(format!("instructions a second: {}", test.0))?;
         let divisor = if options.quick { 10 } else { 1 };
         let arms = rounds(machines, super::rounds(options), |machine| {
             let iterations = test.1[machine] / divisor;

@@ -1,9 +1,9 @@
 //! Whether a run keeps its budget: the memory of the whole process against it.
 
 use crate::experiment::{LabError, LabResult, Options};
+use crate::options::{ARCHS, name_of};
 use crate::result::{Better, Measurement, Report};
 use crate::stats::Summary;
-use lacuna::Arch;
 use serde_json::Value;
 use std::process::{Command, Stdio};
 
@@ -32,10 +32,7 @@ fn one(options: &Options, seed: u32) -> LabResult<f64> {
     // `bm` reads and writes at random over all of its memory. The budget is full within a second,
     // and pages are swapped in and out for the rest of the time.
     let seconds = if options.quick { 3 } else { 10 };
-    let arch = match options.arch {
-        Arch::Arm64 => "arm64",
-        _ => "x86_64",
-    };
+    let arch = name_of(&ARCHS, &options.arch);
     let append = format!("seed={seed} seconds={seconds}");
     let output = Command::new(&options.lacuna)
         .args(["run", "bm", "--memory", MEMORY, "--resident", RESIDENT])

@@ -6,7 +6,7 @@ use super::{Arms, Size, grouped, in_turns};
 use crate::apf::alone::{Calibrated, Program, Search, calibrate, faults};
 use crate::apf::arm64::{Membound, RFCV2, SEED, SOURCE, TIMES, statistics};
 use crate::experiment::{LabResult, Options};
-use crate::report::{Progress, align};
+use crate::report::align;
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Guest, image, on};
 use crate::stats::paired;
@@ -67,7 +67,7 @@ struct Found {
 }
 
 /// `letters.arm64.*`.
-pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
+pub fn measure(options: &Options, report: &mut Report) -> LabResult {
     let size = Size::of(options, MIB, 512);
     report.say(format!(
         "letters.arm64: 1 vCPU, {size}; {:?} a run. Different from the letter: our own guest \
@@ -79,7 +79,7 @@ pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> L
          waits 30 % of its time.",
         size.time,
     ));
-    let found = run(options, size, progress)?;
+    let found = run(options, size)?;
     report.say(format!(
         "Alone and without async page faults, the memory-bound thread waits {:.1} % of its time \
          (work {}).",
@@ -108,7 +108,7 @@ fn mean(runs: &[f64]) -> f64 {
     runs.iter().sum::<f64>() / runs.len() as f64
 }
 
-fn run(options: &Options, size: Size, progress: &Progress) -> LabResult<Found> {
+fn run(options: &Options, size: Size) -> LabResult<Found> {
     let times = TIMES.sequence(SEED, NUMBER).into_iter();
     let read_ahead = || repeat_n(Duration::ZERO, CLUSTER - 1);
     let times: Vec<_> = times
@@ -125,17 +125,17 @@ fn run(options: &Options, size: Size, progress: &Progress) -> LabResult<Found> {
     let runs = if options.quick { 1 } else { RUNS };
     on(&builder, &image(Arch::Arm64, "membound")?, |session| {
         let guest = &session.guest;
-        progress.step("arm64: how much the memory-bound thread computes")?;
+        options.step("arm64: how much the memory-bound thread computes")?;
         guest.pause(&[Kind::Worker])?;
         let mut program = Program::start(session)?;
         let calibrated = calibrate(&mut program, SEARCH, || begin(0))?;
-        progress.step("arm64: the memory-bound thread alone")?;
+        options.step("arm64: the memory-bound thread alone")?;
         let seconds = in_turns(runs, |run, apf| {
             begin(run);
             Ok(program.next(apf)?.seconds)
         })?;
         let faults = faults(session.vm);
-        progress.step("arm64: both threads")?;
+        options.step("arm64: both threads")?;
         guest.pause(&[])?;
         let blocks = in_turns(runs, |run, apf| {
             begin(run);

@@ -4,7 +4,7 @@
 use crate::demand_paging::{By, DemandPaging, Fixture, unavailable};
 use crate::experiment::{LabResult, Options, cores};
 use crate::paging::{SERIES, SOURCE, charged};
-use crate::report::{Progress, align, short};
+use crate::report::{align, short};
 use crate::result::{Better, Measurement, Report};
 use crate::size::Size;
 use crate::stats::{Summary, paired, rounds};
@@ -32,7 +32,7 @@ fn is_timed(vcpus: usize, options: &Options) -> bool {
 }
 
 /// `letters.paging.exit_vs_queue.*`.
-pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
+pub fn measure(options: &Options, report: &mut Report) -> LabResult {
     let bytes = if options.quick { 1 << 20 } else { BYTES };
     let bytes = bytes / u64::from(options.scale);
     let bytes = Size(bytes.next_multiple_of(PAGE_SIZE as u64));
@@ -65,7 +65,7 @@ pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> L
     ];
     let mut table = vec![head.map(str::to_owned)];
     for (vcpus, without, with) in SERIES {
-        progress.step(format!("paging: {vcpus} vCPUs"))?;
+        options.step(format!("paging: {vcpus} vCPUs"))?;
         let theirs = [without, with].map(|thousands| short(thousands * 1e3));
         let row = |ours: [String; 4]| {
             let [queue, exits] = theirs.clone();

@@ -5,7 +5,7 @@
 use crate::experiment::{LabResult, Options};
 use crate::fixture::resident;
 use crate::pml::monitor::{DIRTIED, PER_CPU_S, PER_S, Pace, Slice, slice};
-use crate::report::{Progress, align};
+use crate::report::align;
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Session, image, on};
 use crate::stats::{Summary, paired};
@@ -70,7 +70,7 @@ fn size(options: &Options) -> (u64, usize, Pace) {
 }
 
 /// `letters.pml.*`.
-pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
+pub fn measure(options: &Options, report: &mut Report) -> LabResult {
     let cores = available_parallelism().map_or(1, usize::from);
     let (mib, scores, pace) = size(options);
     report.say(format!(
@@ -97,7 +97,7 @@ pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> L
     };
     let runs = on(&builder, &image(builder.arch, "churn")?, |session| {
         session.guest.prepared()?;
-        all_scores(session, scores, pace, progress)
+        all_scores(session, scores, pace, options)
     })?;
     report.detail(tables(&runs));
     record(report, &runs, mib, cores);
@@ -109,7 +109,7 @@ fn all_scores(
     session: &Session<'_, Vm>,
     scores: usize,
     pace: Pace,
-    progress: &Progress,
+    options: &Options,
 ) -> LabResult<[Vec<Slice>; 4]> {
     let mut runs = [const { Vec::new() }; 4];
     let choice = session.vm.detection().expect("soft has the choice");
@@ -121,7 +121,7 @@ fn all_scores(
                 ARMS.len() - 1 - turn
             };
             let (detection, logs) = ARMS[at];
-            progress.step(format!(
+            options.step(format!(
                 "pml: score {score}, {detection:?}, slots log: {logs}"
             ))?;
             choice.choose(detection);
@@ -251,9 +251,10 @@ fn table<const COLUMNS: usize>(
 mod tests {
     use super::*;
     use crate::fixture::needs_guests;
-    use crate::report::Verbosity;
+    use crate::report::{Progress, Verbosity};
     use lacuna::Arch;
     use lacuna_skip::test;
+    use std::sync::Arc;
 
     #[test]
     fn every_arm_has_its_scores_beside_the_letters() {
@@ -264,7 +265,7 @@ mod tests {
             arch: Arch::X86_64,
             lacuna: Default::default(),
             swap_dir: std::env::temp_dir(),
-            verbosity: Verbosity::Quiet,
+            progress: Arc::new(Progress::new(0, Verbosity::Quiet)),
             parts: vec!["pml"],
         };
         let mut report = Report::new("lacuna lab");

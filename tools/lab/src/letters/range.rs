@@ -5,7 +5,7 @@
 use super::Size;
 use crate::experiment::{LabError, LabResult, Options, cores};
 use crate::fixture::builder;
-use crate::report::{Progress, align};
+use crate::report::align;
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Session, image, on};
 use crate::stalls::{add_stalls, since};
@@ -63,8 +63,8 @@ struct Arm {
 }
 
 /// `letters.range.call_ratio`.
-pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
-    progress.step("range: calls for huge pages, before and after")?;
+pub fn measure(options: &Options, report: &mut Report) -> LabResult {
+    options.step("range: calls for huge pages, before and after")?;
     let size = Size::of(options, MIB, 32);
     report.say(format!(
         "letters.range: {size}, by huge pages; the guest accesses its memory by Zipf's law, so \

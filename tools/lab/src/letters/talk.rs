@@ -5,7 +5,7 @@
 use super::{Arms, Size, grouped, in_turns};
 use crate::experiment::{LabResult, Options, cores};
 use crate::fixture::builder;
-use crate::report::{Progress, align};
+use crate::report::align;
 use crate::result::{Better, Measurement, Report};
 use crate::session::{image, on};
 use crate::stats::Summary;
@@ -64,7 +64,7 @@ impl Run {
 const MIB: [u64; 2] = [2048, 512];
 
 /// `letters.talk.worker_ratio`.
-pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
+pub fn measure(options: &Options, report: &mut Report) -> LabResult {
     let cores = cores();
     let size = Size::of(options, MIB, 64);
     let time = size.time;
@@ -85,7 +85,7 @@ pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> L
         ));
     }
     let runs = in_turns(RUNS, |_, apf| {
-        progress.step(format!("talk: async page faults {apf:?}, {time:?}"))?;
+        options.step(format!("talk: async page faults {apf:?}, {time:?}"))?;
         run(options, size, apf)
     })?;
     report.detail(table(&runs));

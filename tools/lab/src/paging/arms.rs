@@ -10,7 +10,7 @@ use crate::demand_paging::{By, DemandPaging, Fixture, MOST_AT_ONCE, unavailable}
 use crate::exit_cost::{self, EXIT_NS, VMM_EXIT_NS};
 use crate::experiment::{LabError, LabResult, Options};
 use crate::first_look::{Found, Row};
-use crate::report::{Progress, short};
+use crate::report::short;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, paired, rounds};
 use lacuna::memory::MemoryKind;
@@ -90,19 +90,14 @@ fn arms(base: &DemandPaging) -> Vec<DemandPaging> {
 }
 
 /// Measures `exit_vs_queue.*` and `exit_vs_best_queue.*`.
-pub fn measure(
-    kind: MemoryKind,
-    options: &Options,
-    report: &mut Report,
-    progress: &Progress,
-) -> LabResult {
+pub fn measure(kind: MemoryKind, options: &Options, report: &mut Report) -> LabResult {
     let (pages, counts) = match options.quick {
         true => (2048, &SERIES[..2]),
         false => (8192, &SERIES[..ROWS]),
     };
     let (mut table, mut wakes) = (String::new(), Vec::new());
     for &(vcpus, without, with) in counts {
-        progress.step(format!("missing pages, {vcpus} vCPUs, own shares"))?;
+        options.step(format!("missing pages, {vcpus} vCPUs, own shares"))?;
         let base = work(options.arch, kind, vcpus, pages);
         let runs = Runs::measure(arms(&base), times(options))?;
         for result in runs.results() {
@@ -117,14 +112,14 @@ pub fn measure(
         None => report.skip(wake_up_id(&first), "this machine has one core"),
     }
     for &(vcpus, ..) in &counts[1..] {
-        progress.step(format!("missing pages, {vcpus} vCPUs, the same share"))?;
+        options.step(format!("missing pages, {vcpus} vCPUs, the same share"))?;
         let mut same = first.clone();
         (same.guest.vcpus, same.guest.overlap) = (vcpus, true);
         push_against(&same, times(options), report)?;
     }
     // Runs of the pool's pages were never measured.
     for &vcpus in FEW.iter().filter(|_| kind == MemoryKind::Linux) {
-        progress.step(format!("missing pages, {vcpus} vCPUs, 512 at once"))?;
+        options.step(format!("missing pages, {vcpus} vCPUs, 512 at once"))?;
         push_against(&batched(kind, vcpus, options), times(options), report)?;
     }
     report.detail(format!(
@@ -135,9 +130,9 @@ pub fn measure(
 }
 
 /// Measures `paging.hugetlb.exit_vs_queue.*`: memory in huge pages, each provided as a whole.
-pub fn measure_huge(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
+pub fn measure_huge(options: &Options, report: &mut Report) -> LabResult {
     for vcpus in FEW {
-        progress.step(format!("missing huge pages, {vcpus} vCPUs"))?;
+        options.step(format!("missing huge pages, {vcpus} vCPUs"))?;
         let base = batched(MemoryKind::Hugetlbfs, vcpus, options);
         match unavailable(&base) {
             Some(why) => report.skip(id(&base, "exit_vs_queue"), why),
@@ -185,7 +180,7 @@ pub fn kvm_ids(options: &Options) -> impl Iterator<Item = String> {
 }
 
 /// Measures `paging.kvm.*`; skipped without a usable `/dev/kvm`.
-pub fn measure_kvm(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
+pub fn measure_kvm(options: &Options, report: &mut Report) -> LabResult {
     if let Err(why) = lacuna::kvm::available() {
         kvm_ids(options).for_each(|id| report.skip(id, &why));
         return Ok(());
@@ -194,7 +189,7 @@ pub fn measure_kvm(options: &Options, report: &mut Report, progress: &Progress) 
     let rounds = if options.quick { 1 } else { 9 };
     for vcpus in FEW {
         let [base, batch] = kvm_work(vcpus, options);
-        progress.step(format!("/dev/kvm, missing pages, {vcpus} vCPUs"))?;
+        options.step(format!("/dev/kvm, missing pages, {vcpus} vCPUs"))?;
         let mut arms = against_one_reader(&base);
         arms.push(way(&base, By::Source));
         let source = arms.len() - 1;
@@ -206,7 +201,7 @@ pub fn measure_kvm(options: &Options, report: &mut Report, progress: &Progress) 
             report.push(runs.against(id(&base, other), arm));
         }
         report.say(format!("/dev/kvm, missing pages a second, {}", runs.row()));
-        progress.step(format!("/dev/kvm, {vcpus} vCPUs, 512 pages at once"))?;
+        options.step(format!("/dev/kvm, {vcpus} vCPUs, 512 pages at once"))?;
         push_against(&batch, rounds, report)?;
     }
     Ok(())

@@ -7,7 +7,6 @@ use crate::demand_paging::lockstep::{Process, together};
 use crate::demand_paging::{By, DemandPaging, Fixture, PAGES};
 use crate::experiment::{LabResult, Options};
 use crate::fixture::{gpa_of, joined};
-use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, paired, rounds};
 use lacuna::memory::MemoryKind;
@@ -38,13 +37,8 @@ fn crowd_id(kind: MemoryKind, vcpus: usize) -> String {
 }
 
 /// Measures `scaling_2vcpu` and `crowd_loss_points.*`.
-pub fn measure(
-    kind: MemoryKind,
-    options: &Options,
-    report: &mut Report,
-    progress: &Progress,
-) -> LabResult {
-    progress.step("missing pages, two vCPUs and two VMs")?;
+pub fn measure(kind: MemoryKind, options: &Options, report: &mut Report) -> LabResult {
+    options.step("missing pages, two vCPUs and two VMs")?;
     let id = scaling_id(kind);
     if thread::available_parallelism().map_or(1, usize::from) < 2 {
         report.skip(id, "this machine has one core");
@@ -52,7 +46,7 @@ pub fn measure(
         report.push(two_vcpus(kind, &id, options)?);
     }
     for vcpus in CROWDS {
-        progress.step(format!("missing pages, {vcpus} vCPUs and as many threads"))?;
+        options.step(format!("missing pages, {vcpus} vCPUs and as many threads"))?;
         report.push(crowd(kind, vcpus, options)?);
     }
     Ok(())

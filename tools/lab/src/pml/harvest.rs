@@ -16,7 +16,6 @@ use crate::dirty_log::{DirtyTest, Harvested};
 use crate::experiment::Options;
 use crate::experiment::{LabError, LabResult};
 use crate::options::Recorder;
-use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, measures};
 use crate::sweeps::Sweep;
@@ -55,11 +54,11 @@ const HARVESTS: usize = 2;
 const PAGES: usize = 3;
 
 /// `pml.harvest_*`.
-pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
+pub fn measure(options: &Options, report: &mut Report) -> LabResult {
     let gib: u64 = if options.quick { 1 } else { 8 };
     let repeats = if options.quick { 1 } else { 8 };
     for (suffix, delivery) in [("", Recorder::Bitmap), ("_ring", Recorder::Ring)] {
-        progress.step(format!("harvests{suffix}"))?;
+        options.step(format!("harvests{suffix}"))?;
         let mut test = populated(gib << 18, delivery)?;
         let runs = measures(ARMS.len(), repeats, |arm| slice(&mut test, ARMS[arm].1))?;
         record(report, gib, suffix, &runs);

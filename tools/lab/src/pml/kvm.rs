@@ -23,7 +23,6 @@ use crate::experiment::{LabError, LabResult, Options};
 use crate::fixture::{code, on_kvm, run_to_port};
 use crate::native::thread_cpu_ns;
 use crate::options::Recorder;
-use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::session::{image, on};
 use crate::stats::{Summary, measures, paired, rounds};
@@ -91,10 +90,10 @@ const NULL: usize = 1;
 const ON: usize = 2;
 
 /// `pml.kvm.*`. Results that this host cannot measure are skipped.
-pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
+pub fn measure(options: &Options, report: &mut Report) -> LabResult {
     let size = Size::of(options);
     for (way, delivery, tracker) in ways() {
-        progress.step(format!("dirty tracking on /dev/kvm: {way}"))?;
+        options.step(format!("dirty tracking on /dev/kvm: {way}"))?;
         let memory = PageCount::from_bytes(size.mib << 20);
         let builder = VmBuilder {
             delivery,

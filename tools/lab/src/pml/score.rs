@@ -19,7 +19,6 @@ use crate::experiment::{LabError, LabResult, Options, vcpus};
 use crate::host_info::HostInfo;
 use crate::options::Recorder;
 use crate::players::TURN;
-use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, percent_across};
 use lacuna::dirty::{Backup, Delivery, Detection};
@@ -160,7 +159,7 @@ impl Runs<'_> {
 }
 
 /// `pml.score_percent.*` and `pml.always_on_loss_percent`.
-pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
+pub fn measure(options: &Options, report: &mut Report) -> LabResult {
     // Half of the machine's memory for four VMs.
     let most = (HostInfo::detect().memory_bytes >> 23).clamp(128, 2048);
     let (mib, period, rounds, tries) = match options.quick {
@@ -188,7 +187,7 @@ pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> L
         };
         with_churns(&setup, ARMS.len(), |churns| {
             for set in &SETS {
-                progress.step(format!("scores{}, {}", setup.suffix, set.name))?;
+                options.step(format!("scores{}, {}", setup.suffix, set.name))?;
                 let (cold, reached) = search(tries, |cold| score(churns, &setup, cold, set))?;
                 let periods = play(churns, &setup, &ARMS.map(|arm| arm.1), cold, rounds)?;
                 let setup = &setup;
@@ -203,7 +202,7 @@ pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> L
                 }
             }
             if delivery == Delivery::Bitmap {
-                progress.step("PML on while no slot logs")?;
+                options.step("PML on while no slot logs")?;
                 always(report, churns, &setup)?;
             }
             Ok(())

@@ -4,7 +4,6 @@ use super::arms::{Runs, Scene};
 use super::push::Speed;
 use super::{about, prefix, with_params};
 use crate::experiment::{LabResult, Options, skip_if_busy};
-use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::slices::Role::{Demanded, Faulters, P99, Pushed, Workers};
 use crate::slices::{Arm, Gain, PROCESSES, Pace, Role};
@@ -191,13 +190,7 @@ impl Experiment {
     }
 
     /// Measures its results, if it is wanted.
-    pub fn measure(
-        &self,
-        kind: MemoryKind,
-        options: &Options,
-        report: &mut Report,
-        progress: &Progress,
-    ) -> LabResult {
+    pub fn measure(&self, kind: MemoryKind, options: &Options, report: &mut Report) -> LabResult {
         if !options.wants(self.part) || (options.quick && !self.is_quick) {
             return Ok(());
         }
@@ -208,7 +201,7 @@ impl Experiment {
             (_, [_, 1]) => peer,
             (_, [_, many]) => format!("{many} faulters, {peer}"),
         };
-        progress.step(title.clone())?;
+        options.step(title.clone())?;
         let scene = Scene {
             arch: options.arch,
             kind,

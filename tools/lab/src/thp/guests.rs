@@ -4,9 +4,9 @@
 
 use crate::experiment::{LabError, LabResult, Options, skip_if_busy, vcpus};
 use crate::fixture::{builder, resident, with_size};
-use crate::players::{Cast, InBackground, Slice, with_players};
-use crate::report::Progress;
+use crate::players::{Cast, InBackground, with_players};
 use crate::result::{Better, Measurement, Report};
+use crate::slices::Pace;
 use crate::stats::{Summary, measures, paired};
 use lacuna::PageCount;
 use lacuna::memory::HugePages;
@@ -61,8 +61,7 @@ fn compare(
     builder: impl Fn(HugePages) -> VmBuilder,
     guest: &'static str,
     warm: Duration,
-    turn: Slice,
-    rounds: usize,
+    pace: Pace,
 ) -> LabResult<Found> {
     let cast = Cast {
         guest,
@@ -70,11 +69,13 @@ fn compare(
     };
     with_players(&ARMS.map(builder), cast, |mut players| {
         for player in &mut players {
-            let counted = warm;
-            player.slice(Slice { counted, ..turn })?;
+            player.slice(Pace {
+                slice: warm,
+                ..pace
+            })?;
         }
-        measures(ARMS.len(), rounds, |arm| {
-            let took = players[arm].slice(turn)?;
+        measures(ARMS.len(), pace.rounds, |arm| {
+            let took = players[arm].slice(pace)?;
             let huge = (took.host.huge_pages << 21) as f64;
             let resident = (took.host.resident << 12) as f64;
             Ok([took.rate, 100.0 * huge / resident, took.swap_ins])
@@ -100,11 +101,8 @@ pub fn reads(options: &Options, report: &mut Report) -> LabResult {
         // Room for the kernel and its tables, beside the memory to be read.
         ..resident(mib + 64, 1)
     };
-    let turn = Slice {
-        settle: Duration::from_millis(40),
-        counted: Duration::from_millis(100),
-    };
-    let found = compare(builder, "reads", turn.counted, turn, rounds)?;
+    let pace = Pace::new(rounds, 100, 40);
+    let found = compare(builder, "reads", pace.slice, pace)?;
     let result = ratio("thp.random_read_ratio", &found);
     report.push(
         result
@@ -115,15 +113,11 @@ pub fn reads(options: &Options, report: &mut Report) -> LabResult {
 }
 
 /// `thp.pressure_ratio` and `thp.kept_percent`.
-pub fn pressure(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
+pub fn pressure(options: &Options, report: &mut Report) -> LabResult {
     // The VMs first run until the hot pages are resident and the others are not.
     let (warm_s, slice_ms) = if options.quick { (1, 200) } else { (10, 500) };
-    let turn = Slice {
-        settle: Duration::from_millis(100),
-        counted: Duration::from_millis(slice_ms),
-    };
     for (suffix, about, words, rounds, bars) in PLACES {
-        progress.step(format!("memory pressure, {about}"))?;
+        options.step(format!("memory pressure, {about}"))?;
         let [memory, resident] = MIB.map(|mib| PageCount::from_bytes(mib << 20));
         let builder = |huge| VmBuilder {
             huge,
@@ -131,7 +125,8 @@ pub fn pressure(options: &Options, report: &mut Report, progress: &Progress) -> 
             ..builder(memory, resident, vcpus())
         };
         let rounds = if options.quick { 2 } else { rounds };
-        let found = compare(builder, "zipf", Duration::from_secs(warm_s), turn, rounds)?;
+        let pace = Pace::new(rounds, slice_ms, 100);
+        let found = compare(builder, "zipf", Duration::from_secs(warm_s), pace)?;
         let ids = ["pressure_ratio", "kept_percent"].map(|name| format!("thp.{name}{suffix}"));
         let swap_ins = |arm: usize| Summary::of(&found[arm][2]);
         if swap_ins(SMALL).median == 0.0 {
