@@ -1,7 +1,8 @@
 /*
  * Memory-bound threads: each allocates all pages of its part of the arena, writes to each, reads
- * all back, frees all, and repeats. With work=N it computes between two pages. With nop=1 a process
- * that only counts runs beside each of them, on the same vCPU. The host may pause those.
+ * all back, frees all, and repeats. It reads in random order, or with order=ascending as it wrote.
+ * With work=N it computes between two pages. With nop=1 a process that only counts runs beside each
+ * of them, on the same vCPU. The host may pause those.
  */
 #include "crowd.h"
 #include "permute.h"
@@ -82,9 +83,10 @@ static int round_once(struct part *p, uint64_t round, struct lacuna_status_entry
         computed = compute(work(), page);
     }
     uint64_t touched = lacuna_now_ns();
+    bool ascending = lacuna_param_is("order", "ascending");
     struct permute order = permute_new(p->pages, round);
     for (uint64_t i = 0; i < p->pages; i++) {
-        page = permute_at(&order, i);
+        page = ascending ? i : permute_at(&order, i);
         if (page < p->reserved)
             continue;
         wrong += *word(p, page) != lacuna_mix(page + round);
