@@ -230,6 +230,13 @@ mod tests {
             ["apf.kvm.faults", "apf.kvm.source_share_percent.1ms"]
         );
         assert_eq!(left_out(crate::apf::run, &["kvm"]), apf[..3]);
+        for (run, id) in [
+            (crate::thp::run as Run, "thp.kvm.slots_growth_512.huge"),
+            (crate::pml::run, "pml.kvm.score_percent.ring"),
+        ] {
+            let left = left_out(run, &["kvm"]);
+            assert!(left.iter().any(|left| left == id), "{left:?}");
+        }
     }
 
     #[test]

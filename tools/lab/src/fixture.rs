@@ -96,7 +96,7 @@ pub fn boot(
 ///
 /// # Panics
 /// If there is no piece, or an address is too large.
-pub fn code<'a>(pieces: &[(u64, &'a [u8])]) -> Image<'a> {
+pub fn code<'a>(arch: Arch, pieces: &[(u64, &'a [u8])]) -> Image<'a> {
     let at = |address: u64| Gpa::new(address).expect("a small address");
     let segments = pieces.iter().map(|&(address, bytes)| Segment {
         gpa: at(address),
@@ -104,7 +104,7 @@ pub fn code<'a>(pieces: &[(u64, &'a [u8])]) -> Image<'a> {
         size: bytes.len() as u64,
     });
     Image {
-        arch: Arch::X86_64,
+        arch,
         segments: segments.collect(),
         entry: at(pieces[0].0),
     }
@@ -115,16 +115,16 @@ pub fn code<'a>(pieces: &[(u64, &'a [u8])]) -> Image<'a> {
 /// # Errors
 /// The VM could not be made.
 pub fn boot_code(builder: &VmBuilder, pieces: &[(u64, &[u8])]) -> LabResult<(Arc<Vm>, Vec<Vcpu>)> {
-    boot(builder, &code(pieces), "")
+    boot(builder, &code(builder.arch, pieces), "")
 }
 
-/// Lets the guest run until it writes to a port.
+/// Lets the guest run until it writes to a port, or to a device's memory.
 ///
 /// # Errors
 /// The guest left for another reason.
 pub fn run_to_port(vcpu: &mut impl lacuna::Vcpu) -> LabResult {
     match vcpu.run() {
-        Ok(Exit::IoOut { .. }) => Ok(()),
+        Ok(Exit::IoOut { .. } | Exit::MmioWrite { .. }) => Ok(()),
         other => Err(LabError::Guest(format!("the guest left with {other:?}"))),
     }
 }

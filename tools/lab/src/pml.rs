@@ -18,7 +18,8 @@
 //! `raw` or `exitcost`. In `exitcost` each exit is charged its cost on hardware, and the figure is
 //! marked as simulated. In `exitcost_here` each is charged the cost of an exit on this host's KVM.
 //! A dirtied page also has the set `refill`: the refill of the TLB after a harvest counts, an exit
-//! does not. The set `large` has more pages than the TLB has entries.
+//! does not. The set `large` has more pages than the TLB has entries. With AArch64 guests, too, an
+//! exit is charged what it costs on x86-64.
 
 #[cfg(test)]
 pub(crate) use kvm::is_lacking;
@@ -36,7 +37,7 @@ use crate::dirty_log::DirtyLog;
 use crate::experiment::{LabResult, Options};
 use crate::options::{Recorder, options_of};
 use crate::result::Report;
-use lacuna::PAGE_SIZE;
+use lacuna::{Arch, PAGE_SIZE};
 
 /// Measures everything.
 ///
@@ -59,7 +60,7 @@ pub fn run(options: &Options, report: &mut Report) -> LabResult {
     if options.wants("harvest") {
         harvest::measure(options, report)?;
     }
-    if options.wants("kvm") {
+    if options.wants_x86("kvm", kvm::all_ids(), report) {
         kvm::measure(options, report)?;
     }
     Ok(())
@@ -69,10 +70,10 @@ pub fn run(options: &Options, report: &mut Report) -> LabResult {
 pub const PARTS: &[&str] = &["score", "page", "ending", "harvest", "kvm"];
 
 /// The preset of the parts `page` and `harvest`: one vCPU on soft with so many pages.
-fn one_vcpu(pages: u64, delivery: Recorder) -> DirtyLog {
+fn one_vcpu(arch: Arch, pages: u64, delivery: Recorder) -> DirtyLog {
     let bytes = pages * PAGE_SIZE as u64;
-    DirtyLog {
-        delivery,
-        ..options_of(&format!("--bytes {bytes} --random"))
-    }
+    let mut options: DirtyLog = options_of(&format!("--bytes {bytes} --random"));
+    options.guest.arch = arch;
+    options.delivery = delivery;
+    options
 }

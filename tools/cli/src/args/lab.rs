@@ -25,8 +25,8 @@ pub struct LabArgs {
     #[arg(long, value_name = "N", requires = "experiments",
           value_parser = clap::value_parser!(u32).range(1..=32))]
     pub scale: Option<u32>,
-    /// The guests' processor: arm64 for apf, apf-arm64, paging, postcopy, restore, migrate and
-    /// base. Without it arm64 for apf-arm64, and x86_64 for all others
+    /// The guests' processor [default: arm64 for apf-arm64, x86_64 for all others]. With arm64 the
+    /// parts for x86_64 guests only are skipped
     #[arg(long, requires = "experiments", value_parser = named(ARCHS))]
     pub arch: Option<Arch>,
     /// Where the result goes
@@ -80,19 +80,13 @@ pub fn arch_of((experiment, parts): &Parts, asked: Option<Arch>) -> Result<Arch,
         Experiment::ApfArm64 => Arch::Arm64,
         _ => Arch::X86_64,
     });
-    let only_x86 = match experiment {
-        Experiment::Thp | Experiment::Pml => Some("all".to_owned()),
-        _ => {
-            let only_x86 = parts
-                .iter()
-                .find(|part| experiment.only_x86().contains(part));
-            only_x86.map(|part| format!("part {part}"))
-        }
-    };
+    let only_x86 = parts
+        .iter()
+        .find(|part| experiment.only_x86().contains(part));
     match (arch, only_x86) {
-        (Arch::Arm64, Some(what)) => Err(format!(
-            "--arch arm64: {what} of {experiment:?} is measured with x86-64 guests only: leave \
-             --arch out, or choose apf, apf-arm64, paging, postcopy, restore, migrate or base"
+        (Arch::Arm64, Some(part)) => Err(format!(
+            "--arch arm64: part {part} of {experiment:?} is measured with x86-64 guests only: \
+             leave --arch out, or choose another part"
         )),
         _ => Ok(arch),
     }
@@ -178,6 +172,7 @@ impl Experiment {
     const fn only_x86(self) -> &'static [&'static str] {
         match self {
             Self::Apf => &["kvm", "source"],
+            Self::Thp | Self::Pml => &["kvm"],
             Self::Paging => &["crowd", "curve"],
             Self::Base => &["fault", "scaling"],
             Self::Letters => &["talk", "range", "pml"],
@@ -271,10 +266,12 @@ mod tests {
             ("lacuna lab paging.arms --arch arm64", Arch::Arm64),
             ("lacuna lab apf --arch arm64", Arch::Arm64),
             ("lacuna lab thp --arch x86_64", Arch::X86_64),
+            ("lacuna lab thp --arch arm64", Arch::Arm64),
+            ("lacuna lab pml.score --arch arm64", Arch::Arm64),
         ] {
             assert_eq!(arch(line), Ok(expected), "{line}");
         }
-        for line in ["thp", "pml.score", "apf.kvm", "base.fault"] {
+        for line in ["thp.kvm", "pml.kvm", "apf.kvm", "base.fault"] {
             let line = format!("lacuna lab {line} --arch arm64");
             let text = arch(&line).unwrap_err();
             assert!(text.contains("x86-64 guests only"), "{text}");

@@ -41,7 +41,7 @@ impl Machine {
         let (vm, vcpus) = boot(builder, &image, &command_line)?;
         let words = LastWords::default();
         let machine = Self {
-            devices: PlatformDevices::new(words.console()),
+            devices: PlatformDevices::of(builder.arch, words.console()),
             vm,
             words,
             background: cast.background,

@@ -19,7 +19,7 @@ use lacuna::dirty::{
     Delivery, Detection, DetectionChoice as _, DirtyStats, Logging, harvest, set_logging_everywhere,
 };
 use lacuna::soft::VmBuilder;
-use lacuna::{GuestMemory, Vm as _};
+use lacuna::{Arch, GuestMemory, Vm as _};
 use lacuna_guest::status::SETTING_AT;
 use std::time::{Duration, Instant};
 
@@ -81,9 +81,10 @@ pub struct Setup {
 
 impl Setup {
     /// VMs with `mib` MiB, all resident, for one counted period.
-    pub fn new(mib: u64, vcpus: usize, delivery: Delivery) -> Self {
+    pub fn new(arch: Arch, mib: u64, vcpus: usize, delivery: Delivery) -> Self {
         Self {
             builder: VmBuilder {
+                arch,
                 delivery,
                 command_line: format!("hot={}M writes=100 frees=0 seconds=1000000", mib / 32),
                 ..resident(mib, vcpus)
@@ -293,10 +294,10 @@ mod tests {
     const WP: Watch = Watch::Dirty(Detection::WriteProtect);
     const PML: Watch = Watch::Dirty(Detection::Pml);
 
-    fn small(delivery: Delivery) -> Setup {
+    fn small(arch: Arch, delivery: Delivery) -> Setup {
         Setup {
             period: Duration::from_millis(200),
-            ..Setup::new(48, 2, delivery)
+            ..Setup::new(arch, 48, 2, delivery)
         }
     }
 
@@ -304,7 +305,7 @@ mod tests {
     fn every_watch_sees_what_it_should() {
         needs_guests();
         for delivery in [Delivery::Bitmap, Recorder::Ring.delivery(Backup::None)] {
-            let setup = small(delivery);
+            let setup = small(Arch::X86_64, delivery);
             let arms = [WP, PML, Watch::Nothing(Detection::Pml)];
             let done = with_churns(&setup, 3, |churns| play(churns, &setup, &arms, COLD_MAX, 2));
             let periods = done.unwrap();
@@ -333,7 +334,7 @@ mod tests {
     #[test]
     fn the_setting_determines_the_dirty_rate() {
         needs_guests();
-        let setup = small(Delivery::Bitmap);
+        let setup = small(Arch::Arm64, Delivery::Bitmap);
         let [few, many] = [1, COLD_MAX].map(|cold| {
             let periods = with_churns(&setup, 1, |churns| play(churns, &setup, &[PML], cold, 1));
             periods.unwrap()[0][0].counted[DIRTIED]

@@ -63,6 +63,7 @@ pub fn measure(options: &Options, report: &mut Report) -> LabResult {
         false => (4096, 31, Duration::from_secs(1)),
     };
     let builder = VmBuilder {
+        arch: options.arch,
         huge: HugePages::Always,
         command_line: "huge=1 tick_us=20000 seconds=1000000".into(),
         ..resident(mib, vcpus_beside_one())

@@ -20,6 +20,7 @@ use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, measures};
 use crate::sweeps::Sweep;
 use crate::sweeps::program::Variant;
+use lacuna::Arch;
 use lacuna::dirty::Detection;
 use lacuna::soft::Vm;
 
@@ -59,7 +60,7 @@ pub fn measure(options: &Options, report: &mut Report) -> LabResult {
     let repeats = if options.quick { 1 } else { 8 };
     for (suffix, delivery) in [("", Recorder::Bitmap), ("_ring", Recorder::Ring)] {
         options.step(format!("harvests{suffix}"))?;
-        let mut test = populated(gib << 18, delivery)?;
+        let mut test = populated(options.arch, gib << 18, delivery)?;
         let runs = measures(ARMS.len(), repeats, |arm| slice(&mut test, ARMS[arm].1))?;
         record(report, gib, suffix, &runs);
     }
@@ -68,8 +69,8 @@ pub fn measure(options: &Options, report: &mut Report) -> LabResult {
 
 /// A VM whose pages were all written in the order of addresses, so that neighbouring pages have
 /// neighbouring frames, as after a guest's boot.
-fn populated(pages: u64, delivery: Recorder) -> LabResult<DirtyTest<Vm>> {
-    let mut options = one_vcpu(pages, delivery);
+fn populated(arch: Arch, pages: u64, delivery: Recorder) -> LabResult<DirtyTest<Vm>> {
+    let mut options = one_vcpu(arch, pages, delivery);
     options.guest.pin = Some(Cores::allowed_at([1]));
     let variant = Variant {
         skips: true,
@@ -166,7 +167,7 @@ mod tests {
     #[test]
     fn what_is_written_is_harvested_by_every_detection_and_delivery() {
         for delivery in [Recorder::Bitmap, Recorder::Ring] {
-            let mut test = populated(1 << 17, delivery).unwrap();
+            let mut test = populated(Arch::X86_64, 1 << 17, delivery).unwrap();
             for detection in [Detection::WriteProtect, Detection::Pml] {
                 let found = slice(&mut test, detection).unwrap();
                 let of = |share: usize, what: usize| found[share * PER_SHARE + what];

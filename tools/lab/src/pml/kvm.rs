@@ -60,6 +60,11 @@ fn ids(way: &str) -> [String; 2] {
     ["score_percent", "ns_per_dirty_page"].map(|name| format!("pml.kvm.{name}.{way}"))
 }
 
+/// The ids of all ways.
+pub fn all_ids() -> impl Iterator<Item = String> {
+    ways().into_iter().flat_map(|(way, ..)| ids(way))
+}
+
 /// Sizes, times and rounds.
 #[derive(Clone, Copy)]
 struct Size {
@@ -238,7 +243,7 @@ fn exit_ns(options: &Options) -> LabResult<Summary> {
     let vm = on_kvm(PageCount::from_bytes(32 << 20), 1).build()?;
     // again: out 0xf4, al; jmp again
     let program = [0xe6, 0xf4, 0xeb, 0xfc];
-    let mut vcpus = vm.boot(&code(&[(0x10_0000, &program)]), "")?;
+    let mut vcpus = vm.boot(&code(Arch::X86_64, &[(0x10_0000, &program)]), "")?;
     let vcpu = vcpus.first_mut().expect("one vCPU");
     let runs = rounds(1, if options.quick { 2 } else { 15 }, |_| {
         let before = thread_cpu_ns();

@@ -2,12 +2,12 @@
 //! one vCPU ([`crate::dirty_log`]). The arms take turns in one VM, on the same frames.
 //!
 //! The clock covers the vCPU's thread inside `Vcpu::run`. The time of the arm without logging is
-//! subtracted. The guest maps 4 KiB pages and loads CR3 before each sweep. So every write walks, in
-//! every arm, and the difference is the cost of detection.
+//! subtracted. The guest flushes its TLB before each sweep, and an x86-64 guest maps 4 KiB pages.
+//! So every write walks, in every arm, and the difference is the cost of detection.
 //!
-//! `.refill` is the whole cost of a dirtied page: CR3 is not loaded, and only a harvest's flush
-//! causes walks. So logging arms also pay for the TLB's refill. `.large` has four times as many
-//! pages as the TLB has entries, so most writes miss the TLB anyway.
+//! `.refill` is the whole cost of a dirtied page: the guest flushes nothing, and only a harvest's
+//! flush causes walks. So logging arms also pay for the TLB's refill. `.large` has four times as
+//! many pages as the TLB has entries, so most writes miss the TLB anyway.
 
 use super::churn::{Counted, DIRTIED, HARVESTS, counted, exits};
 use super::one_vcpu;
@@ -22,6 +22,7 @@ use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, measures, paired};
 use crate::sweeps::Sweep;
 use crate::sweeps::program::Variant;
+use lacuna::Arch;
 use lacuna::dirty::{Detection, DetectionChoice as _};
 use lacuna::soft::Vm;
 
@@ -74,7 +75,7 @@ pub fn measure(options: &Options, report: &mut Report) -> LabResult {
         false => (Rounds::Count(32), ROUND),
     };
     for (suffix, delivery) in [("", Recorder::Bitmap), ("_ring", Recorder::Ring)] {
-        let costs = |work| costs(&ARMS, amount, work, delivery);
+        let costs = |work| costs(options.arch, &ARMS, amount, work, delivery);
         let all = costs(ALL)?;
         record(report, suffix, &SETS[RAW], RAW, &all);
         record(report, suffix, &SETS[CHARGED], CHARGED, &all);
@@ -115,8 +116,9 @@ fn cost_ratio(set: &Set, at: usize, costs: &Costs) -> Measurement {
 
 /// The row of the first look: the costs of write protection and of PML, with the refill of the TLB
 /// and without exits.
-pub fn first_look(_: &Options, rounds: Rounds) -> LabResult<Found> {
-    let costs = costs(&LOOK_ARMS, (rounds, ROUND / 8), REFILL, Recorder::Bitmap)?;
+pub fn first_look(options: &Options, rounds: Rounds) -> LabResult<Found> {
+    let amount = (rounds, ROUND / 8);
+    let costs = costs(options.arch, &LOOK_ARMS, amount, REFILL, Recorder::Bitmap)?;
     let of = |arm: usize| &costs.ns[arm][RAW];
     let ns = |arm: usize| format!("{} ns", figure(Summary::of(of(arm)).median));
     let row = Row {
@@ -137,6 +139,7 @@ const ROUND: u64 = 1 << 18;
 
 /// Measures `arms` in so many rounds with so many writes of an arm.
 fn costs(
+    arch: Arch,
     arms: &[Arm],
     (rounds, writes): (Rounds, u64),
     work: Work,
@@ -145,7 +148,7 @@ fn costs(
     let pages = work.0;
     // A round has two slices of each arm.
     let sweeps = (writes / pages / 2).max(1);
-    let mut test = vm(work, delivery)?;
+    let mut test = vm(arch, work, delivery)?;
     let runs = measures(arms.len(), rounds, |arm| {
         slice(&mut test, arms[arm].1, sweeps)
     })?;
@@ -164,12 +167,12 @@ fn costs(
 }
 
 /// A VM whose frames are warm.
-fn vm((pages, reloads): Work, delivery: Recorder) -> LabResult<DirtyTest<Vm>> {
+fn vm(arch: Arch, (pages, flushes): Work, delivery: Recorder) -> LabResult<DirtyTest<Vm>> {
     let variant = Variant {
-        reloads,
+        flushes,
         ..Variant::default()
     };
-    let mut test = DirtyTest::soft(&one_vcpu(pages, delivery), variant)?;
+    let mut test = DirtyTest::soft(&one_vcpu(arch, pages, delivery), variant)?;
     // The first sweep allocates the frames, the second warms them.
     test.sweeps.sweep(WRITES)?;
     test.sweeps.sweep(WRITES)?;
@@ -209,8 +212,12 @@ mod tests {
     /// A sweep writes each page once and has the exits of its detection.
     #[test]
     fn a_sweep_writes_every_page_once() {
-        for delivery in [Recorder::Bitmap, Recorder::Ring] {
-            let mut test = vm(ALL, delivery).unwrap();
+        for (arch, delivery) in [
+            (Arch::X86_64, Recorder::Bitmap),
+            (Arch::X86_64, Recorder::Ring),
+            (Arch::Arm64, Recorder::Bitmap),
+        ] {
+            let mut test = vm(arch, ALL, delivery).unwrap();
             let mut slice = |watch| {
                 let found = slice(&mut test, watch, 8).unwrap();
                 (found, test.sweeps.vm.dirty_stats())

@@ -21,6 +21,7 @@ use crate::options::Recorder;
 use crate::players::TURN;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, percent_across};
+use lacuna::Arch;
 use lacuna::dirty::{Backup, Delivery, Detection};
 use serde_json::json;
 use std::time::Duration;
@@ -174,7 +175,12 @@ pub fn measure(options: &Options, report: &mut Report) -> LabResult {
          figures are as measured. The dirty rate is not measured but searched for: it is the rate \
          at which write protection keeps {WANTED} %, as in the published run.",
     ));
-    let here = kvm::measure_exit(options, report)?.map(|exit_ns| Set {
+    let exit_ns = match options.arch {
+        Arch::X86_64 => kvm::measure_exit(options, report)?,
+        // This host's KVM has no such guests.
+        _ => None,
+    };
+    let here = exit_ns.map(|exit_ns| Set {
         name: "exitcost_here",
         exit_ns,
         exit_source: "an exit to the VMM on this host's KVM: pml.kvm.exit_ns",
@@ -183,7 +189,7 @@ pub fn measure(options: &Options, report: &mut Report) -> LabResult {
         let setup = Setup {
             period,
             rounds,
-            ..Setup::new(mib, vcpus(), delivery)
+            ..Setup::new(options.arch, mib, vcpus(), delivery)
         };
         with_churns(&setup, ARMS.len(), |churns| {
             for set in &SETS {

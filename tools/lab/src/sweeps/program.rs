@@ -48,8 +48,8 @@ pub struct Work {
 /// Changes of the program for experiments.
 #[derive(Clone, Copy, Default)]
 pub struct Variant {
-    /// x86-64: loads CR3 before each sweep, so that each access walks.
-    pub reloads: bool,
+    /// Flushes the TLB before each sweep, so that each access walks.
+    pub flushes: bool,
     /// Leaves out the pages that it does not write.
     pub skips: bool,
 }
@@ -100,7 +100,7 @@ fn parameters(work: &Work, root: u64) -> Vec<u8> {
             work.vcpus as u32,
             1_103_515_245,
             12_345,
-            u32::from(work.variant.reloads),
+            u32::from(work.variant.flushes),
             u32::from(work.variant.skips),
         ]),
     ];
@@ -165,7 +165,7 @@ const X86: [u8; 143] = [
 /// X9: the parameters; X1: the first page; W13: x; W14: the random number; W10: the limit; W2: the
 /// multiplier; W11: written pages; W12: the numbers left; X8: the device.
 #[rustfmt::skip]
-const ARM64: [u32; 51] = [
+const ARM64: [u32; 54] = [
     0x10008009, 0xd53800aa, // adr x9, parameters; mrs x10, mpidr_el1
     0x92400d4b, 0xd3483d4a, // and x11, x10, #0xf; ubfx x10, x10, #8, #8
     0x8b0a116a, 0xb50001ca, // add x10, x11, x10, lsl #4; cbnz x10, both
@@ -180,7 +180,9 @@ const ARM64: [u32; 51] = [
     0xb9403931, 0x52800023, // ldr w17, [x9, #56]; mov w3, #0x1
     0x52a12008, 0x2a0a03ee, // mov w8, #0x9000000; mov w14, w10
     0x1280000d, // mov w13, #0xffffffff
-    0xb940010a, 0xb9400102, 0x5280000b, // again: ldr w10, [x8]; ldr w2, [x8]; mov w11, #0x0
+    0xb940352a, 0x3400004a, // again: ldr w10, [x9, #52]; cbz w10, load
+    0xd508871f, // tlbi vmalle1
+    0xb940010a, 0xb9400102, 0x5280000b, // load: ldr w10, [x8]; ldr w2, [x8]; mov w11, #0x0
     0x1100048c, // add w12, w4, #0x1
     0x1b020dad, 0x0a0401ad, // touch: madd w13, w13, w2, w3; and w13, w13, w4
     0x6b0501bf, 0x54000182, 0x1b061dce, // cmp w13, w5; b.cs next; madd w14, w14, w6, w7
@@ -189,5 +191,5 @@ const ARM64: [u32; 51] = [
     0x382f6830, 0x1100056b, 0x14000003, // strb w16, [x1, x15]; add w11, w11, #0x1; b next
     0x35000051, 0x386f6830, // read: cbnz w17, next; ldrb w16, [x1, x15]
     0x7100058c, 0x54fffe01, 0xb900010b, // next: subs w12, w12, #0x1; b.ne touch; str w11, [x8]
-    0x17ffffea, // b again
+    0x17ffffe7, // b again
 ];

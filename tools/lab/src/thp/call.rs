@@ -19,6 +19,7 @@ use crate::first_look::{Found, Row};
 use crate::report::time;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, measures, paired};
+use lacuna::Arch;
 use lacuna::memory::HugePages;
 use lacuna::soft::Vcpu;
 use lacuna_soft::RmapWalk;
@@ -88,7 +89,7 @@ pub fn measure(options: &Options, report: &mut Report) -> LabResult {
         } else {
             (rounds, 200)
         };
-        let done = compare(beside, backed, arms, rounds.into(), calls).map(|found| {
+        let done = compare(options.arch, beside, backed, arms, rounds.into(), calls).map(|found| {
             if let [call, shootdown] = &*ids {
                 report.push(call_result(call, beside == Beside::Holding, &found));
                 report.push(us(&found, shootdown, SHOOTDOWN));
@@ -107,8 +108,8 @@ pub fn measure(options: &Options, report: &mut Report) -> LabResult {
 }
 
 /// The row of the first look: the call that the series timed, while a vCPU uses other memory.
-pub fn first_look(_: &Options, rounds: Rounds) -> LabResult<Found> {
-    let found = compare(Beside::Elsewhere, HUGE, &ARMS, rounds, 200)?;
+pub fn first_look(options: &Options, rounds: Rounds) -> LabResult<Found> {
+    let found = compare(options.arch, Beside::Elsewhere, HUGE, &ARMS, rounds, 200)?;
     let spent = |arm: usize| time(Summary::of(&found.arms[arm][WHOLE]).median as u64);
     let row = Row {
         system: "huge pages, 2012",
@@ -137,6 +138,7 @@ fn over_range(found: &Compared, arm: usize) -> Summary {
 }
 
 fn compare(
+    arch: Arch,
     beside: Beside,
     backed: Backed,
     arms: &[RmapWalk],
@@ -146,7 +148,7 @@ fn compare(
     if beside != Beside::Idle && cores() < 2 {
         return Err(LabError::Busy("this machine has one core".into()));
     }
-    let (scene, worker, mut toucher) = Scene::new(backed.0, PAGES)?;
+    let (scene, worker, mut toucher) = Scene::new(arch, backed.0, PAGES)?;
     let mut caller = Caller {
         scene: &scene,
         worker,
@@ -257,12 +259,14 @@ mod tests {
         if cores() < 2 {
             lacuna_skip::skip_test("this machine has one core");
         }
-        for beside in [Beside::Elsewhere, Beside::Holding, Beside::Idle] {
-            for backed in [HUGE, SMALL] {
-                let found = compare(beside, backed, &ARMS, Rounds::Count(1), 3).unwrap();
-                assert_eq!(found.counted, 2 * 2 * 3 * 3, "{beside:?}");
-                let figures = found.arms.iter().flatten().flatten();
-                assert!(figures.copied().all(|figure| figure > 0.0));
+        for arch in [Arch::X86_64, Arch::Arm64] {
+            for beside in [Beside::Elsewhere, Beside::Holding, Beside::Idle] {
+                for backed in [HUGE, SMALL] {
+                    let found = compare(arch, beside, backed, &ARMS, Rounds::Count(1), 3).unwrap();
+                    assert_eq!(found.counted, 2 * 2 * 3 * 3, "{beside:?}");
+                    let figures = found.arms.iter().flatten().flatten();
+                    assert!(figures.copied().all(|figure| figure > 0.0));
+                }
             }
         }
     }
@@ -270,7 +274,14 @@ mod tests {
     #[test]
     fn leaves_of_another_size_are_an_error() {
         let small = (HugePages::Never, 1);
-        let error = compare(Beside::Idle, small, &ARMS, Rounds::Count(1), 3);
+        let error = compare(
+            Arch::X86_64,
+            Beside::Idle,
+            small,
+            &ARMS,
+            Rounds::Count(1),
+            3,
+        );
         let error = error.err().expect("512 leaves").to_string();
         assert!(error.contains("512 leaves of 1"), "{error}");
     }

@@ -96,6 +96,7 @@ fn ratio(id: &str, found: &Found) -> Measurement {
 pub fn reads(options: &Options, report: &mut Report) -> LabResult {
     let (mib, rounds) = if options.quick { (256, 2) } else { (1024, 15) };
     let builder = |huge| VmBuilder {
+        arch: options.arch,
         huge,
         command_line: format!("huge=1 bytes={mib}M seconds=1000000"),
         // Room for the kernel and its tables, beside the memory to be read.
@@ -120,6 +121,7 @@ pub fn pressure(options: &Options, report: &mut Report) -> LabResult {
         options.step(format!("memory pressure, {about}"))?;
         let [memory, resident] = MIB.map(|mib| PageCount::from_bytes(mib << 20));
         let builder = |huge| VmBuilder {
+            arch: options.arch,
             huge,
             command_line: format!("huge=1 skew={SKEW} seconds=1000000 {words}"),
             ..builder(memory, resident, vcpus())

@@ -64,7 +64,7 @@ pub fn measure(options: &Options, report: &mut Report) -> LabResult {
         report.skip(ID, "this machine has one core");
         return Ok(());
     }
-    let (scene, mut worker, mut toucher) = Scene::new(HugePages::Always, WORK)?;
+    let (scene, mut worker, mut toucher) = Scene::new(options.arch, HugePages::Always, WORK)?;
     let (taking, mut taken) = (Taking::default(), Vec::new());
     let repeats = if options.quick { 2 } else { 31 };
     let runs = thread::scope(|scope| {

@@ -2,18 +2,18 @@
 //! second keeps touching every page of the next 2 MiB.
 
 use crate::experiment::{LabError, LabResult};
-use crate::fixture::{boot_code, joined, resident, time_to_port};
+use crate::fixture::{boot_code, gpa_of, joined, resident, time_to_port};
 use lacuna::memory::HugePages;
 use lacuna::soft::{Vcpu, Vm, VmBuilder};
-use lacuna::{Exit, Gfn, GfnRange, Kick as _, PAGE_SIZE, Vcpu as _};
+use lacuna::{Arch, Exit, Gfn, GfnRange, Kick as _, PAGE_SIZE, Vcpu as _};
 use lacuna_addr::{BackingRange, Level};
-use lacuna_soft::{Ept, Format as _, RmapWalk};
+use lacuna_soft::{Format, Mmu, RmapWalk, VmMmu};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-const CODE: u32 = 0x10_0000;
-/// The first vCPU's block, and the second vCPU's.
+/// Offsets in the guest's memory: the code, the first vCPU's block, and the second vCPU's.
+const CODE: u32 = 4 << 20;
 const WORK: u32 = 8 << 20;
 const TOUCHED: u32 = 10 << 20;
 const BLOCK_BYTES: u32 = 2 << 20;
@@ -69,20 +69,27 @@ pub struct Call {
 
 impl Scene {
     /// A guest with its two vCPUs: the worker, and the toucher.
-    pub fn new(huge: HugePages, work: Work) -> LabResult<(Self, Vcpu, Vcpu)> {
+    pub fn new(arch: Arch, huge: HugePages, work: Work) -> LabResult<(Self, Vcpu, Vcpu)> {
         let builder = VmBuilder {
+            arch,
             huge,
             ..resident(MEMORY_MIB, 2)
         };
-        let code = program(work);
-        let pieces = [(u64::from(CODE), &*code)];
+        let start = gpa_of(arch, 0).get();
+        let code = match arch {
+            Arch::Arm64 => arm64_program(start as u32, work),
+            _ => program(work),
+        };
+        let pieces = [(start + u64::from(CODE), &*code)];
         let (vm, vcpus) = boot_code(&builder, &pieces)?;
         let mut vcpus = vcpus.into_iter();
-        let (worker, toucher) = vcpus.next().zip(vcpus.next()).expect("two vCPUs");
+        let (mut worker, toucher) = vcpus.next().zip(vcpus.next()).expect("two vCPUs");
         let [work, touched] = [WORK, TOUCHED].map(|address| {
-            let first = Gfn::new(u64::from(address) / PAGE_SIZE as u64);
+            let first = Gfn::new((start + u64::from(address)) / PAGE_SIZE as u64);
             Block::new(&vm, first.expect("a small address"))
         });
+        // On AArch64 the first vCPU's code starts the second one.
+        self::work(&mut worker)?;
         Ok((Self { vm, work, touched }, worker, toucher))
     }
 
@@ -166,9 +173,15 @@ fn wait_until(what: impl Fn() -> bool) -> LabResult {
     Ok(())
 }
 
-/// Invalidates `block` of an x86-64 guest, as reclaim does.
+/// Invalidates `block`, as reclaim does.
 pub fn call(vm: &Vm, walk: RmapWalk, block: Block) -> Call {
-    let mmu = Ept::of(vm.mmu()).expect("an x86-64 guest");
+    match vm.mmu() {
+        VmMmu::Ept(mmu) => call_in(&**mmu, walk, block),
+        VmMmu::Arm64(mmu) => call_in(&**mmu, walk, block),
+    }
+}
+
+fn call_in<F: Format>(mmu: &Mmu<F>, walk: RmapWalk, block: Block) -> Call {
     let start = Instant::now();
     let begun = mmu.begin_invalidation_as(walk, &[block.range]);
     let unmapped = Instant::now();
@@ -206,7 +219,7 @@ pub fn work(worker: &mut Vcpu) -> LabResult<Duration> {
     time_to_port(worker).map(Duration::from_nanos)
 }
 
-/// The machine code.
+/// The x86-64 machine code.
 fn program(work: Work) -> Vec<u8> {
     let word = u32::to_le_bytes;
     [
@@ -240,3 +253,37 @@ fn program(work: Work) -> Vec<u8> {
     ]
     .concat()
 }
+
+/// The AArch64 machine code, in a guest whose memory begins at `start`. A device's address takes
+/// the place of the port.
+fn arm64_program(start: u32, work: Work) -> Vec<u8> {
+    let parameters = [
+        work.passes,
+        start + WORK,
+        start + WORK + work.bytes,
+        work.step,
+        start + TOUCHED,
+        start + TOUCHED + BLOCK_BYTES,
+    ];
+    let words = ARM64.iter().chain(&parameters);
+    words.flat_map(|word| word.to_le_bytes()).collect()
+}
+
+/// X10: the vCPU; X9: the parameters, which follow the code.
+#[rustfmt::skip]
+const ARM64: [u32; 30] = [
+    0xd53800aa, 0x92401d4a, // start: mrs x10, mpidr_el1; and x10, x10, #0xff
+    0xb50002aa, 0x52800060, 0x72b88000, // cbnz x10, touch; mov w0, #0x3; movk w0, #0xc400, lsl #16
+    0xd2800021, 0x10ffff42, 0xd4000002, // mov x1, #0x1; adr x2, start; hvc #0x0     CPU_ON
+    0x100002c9, 0x29401524, // begin: adr x9, parameters; ldp w4, w5, [x9]
+    0x29411d26, // ldp w6, w7, [x9, #8]
+    0x2a0503e3, // pass: mov w3, w5
+    0xf9400060, 0x91000400, 0xf9000060, // line: ldr x0, [x3]; add x0, x0, #0x1; str x0, [x3]
+    0x8b070063, 0x6b06007f, 0x54ffff63, // add x3, x3, x7; cmp w3, w6; b.lo line
+    0x71000484, 0x54ffff01, // subs w4, w4, #0x1; b.ne pass
+    0x52a12008, 0xb9000104, // mov w8, #0x9000000; str w4, [x8]
+    0x17fffff2, // b begin
+    0x100000e9, 0x29421925, // touch: adr x9, parameters; ldp w5, w6, [x9, #16]
+    0x390000aa, 0x914004a5, // page: strb w10, [x5]; add x5, x5, #0x1, lsl #12
+    0x6b0600bf, 0x54ffffa3, 0x17fffffa, // cmp w5, w6; b.lo page; b touch
+];
