@@ -191,7 +191,13 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     // What any VMM may import, and what is the repository's own.
     (
         "lacuna-cli",
-        &["lacuna", "lacuna-control", "lacuna-guest", "lacuna-lab"],
+        &[
+            "lacuna",
+            "lacuna-control",
+            "lacuna-guest",
+            "lacuna-lab",
+            "lacuna-pager-test",
+        ],
     ),
     (
         "lacuna-fuzz",
@@ -223,6 +229,11 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-virtio",
         ],
     ),
+    // The VMM's side of the handshake with a page-fault handler, and nothing of a VMM beside it.
+    (
+        "lacuna-pager-test",
+        &["lacuna-addr", "lacuna-source", "lacuna-sys"],
+    ),
     ("lacuna-a64", &[]),
     ("lacuna-skip", &["lacuna-skip-attribute"]),
     ("lacuna-skip-attribute", &[]),
@@ -249,6 +260,7 @@ const ROOMS: &[(&str, Unsafe)] = &[
     ("lacuna-soft", Unsafe::Exceptional),
     ("lacuna-sys", Unsafe::Room),
     ("lacuna-kvm", Unsafe::Room),
+    ("lacuna-pager-test", Unsafe::Room),
 ];
 
 /// The permission of `package` for `unsafe`.

@@ -167,16 +167,28 @@ pub fn send_regions(
     regions: &[HandlerRegion],
     uffd: BorrowedFd<'_>,
 ) -> io::Result<()> {
-    let text = json(regions);
-    let fds = [uffd];
+    send_text(socket, json(regions).as_bytes(), Some(uffd))
+}
+
+/// Sends `text` with a descriptor, as [`send_regions`] does: for tests of handlers, whose text and
+/// descriptor may be wrong.
+///
+/// # Errors
+/// The socket does not take it.
+pub fn send_text(socket: &impl AsFd, text: &[u8], fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut rights = SendAncillaryBuffer::new(&mut space);
-    let fits = rights.push(SendAncillaryMessage::ScmRights(&fds));
+    let fits =
+        fd.as_slice().is_empty() || rights.push(SendAncillaryMessage::ScmRights(fd.as_slice()));
     debug_assert!(fits, "the space suffices for one descriptor");
-    let body = [IoSlice::new(text.as_bytes())];
-    let mut sent = sendmsg(socket, &body, &mut rights, SendFlags::NOSIGNAL)?;
+    let mut sent = sendmsg(
+        socket,
+        &[IoSlice::new(text)],
+        &mut rights,
+        SendFlags::NOSIGNAL,
+    )?;
     while sent < text.len() {
-        sent += send(socket, &text.as_bytes()[sent..], SendFlags::NOSIGNAL)?;
+        sent += send(socket, &text[sent..], SendFlags::NOSIGNAL)?;
     }
     Ok(())
 }

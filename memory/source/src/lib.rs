@@ -62,7 +62,7 @@ pub use external::{AskedOutside, External};
 pub use file::{FileError, MemoryFile};
 pub use folder::{Folder, LocalFolder, StoredFile};
 pub use gathering::{Gathered, Gathering, Pages, UnitContent};
-pub use handler::{Handler, HandlerError, HandlerRegion, send_regions};
+pub use handler::{Handler, HandlerError, HandlerRegion, send_regions, send_text};
 pub use holes::Holes;
 pub use injected::{Fate, Faults, Injected};
 pub use measured::{Measured, SourceStats};

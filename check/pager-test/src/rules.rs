@@ -1,0 +1,32 @@
+//! The table of rules.
+
+mod content;
+mod huge;
+mod messages;
+mod removal;
+mod vms;
+mod waiters;
+
+use crate::rule::Rule;
+
+pub(crate) use vms::be_killed;
+
+/// The parts of the table.
+const TABLES: &[&[Rule]] = &[
+    content::RULES,
+    waiters::RULES,
+    removal::RULES,
+    huge::RULES,
+    messages::RULES,
+    vms::RULES,
+];
+
+/// The rule with this name.
+pub fn rule(name: &str) -> Option<&'static Rule> {
+    all().find(|rule| rule.name == name)
+}
+
+/// Every rule, in the order of a whole run.
+pub fn all() -> impl Iterator<Item = &'static Rule> {
+    TABLES.iter().copied().flatten()
+}

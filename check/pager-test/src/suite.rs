@@ -1,0 +1,268 @@
+//! The suite's process: it starts a process for each rule, and reads its lines.
+
+use crate::image::{Image, ImageError};
+use crate::report::{Outcome, Report};
+use crate::rule::{Line, Needs, Order, Rule, Stop, Subject};
+use crate::rules::{all, be_killed, rule};
+use lacuna_sys::Userfaultfd;
+use std::collections::VecDeque;
+use std::io::{self, BufRead as _, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{self, Receiver};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Events that a report keeps: the last ones before the end.
+const EVENTS: usize = 40;
+/// A handler that has closed the connection has probably died. So the limit is divided by this.
+const AFTER_CLOSE: u32 = 10;
+/// VMs that a rule about killed ones kills.
+const KILLED: usize = 4;
+
+/// Why no rule can be checked.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SuiteError {
+    /// The memory file.
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    /// No descriptor.
+    #[error(
+        "this process gets no userfaultfd: {0}; `lacuna doctor` says what to change on this host"
+    )]
+    Userfaultfd(io::Error),
+    /// No process.
+    #[error("cannot start {what}: {source}")]
+    Start {
+        /// What does not start.
+        what: String,
+        /// The system's error.
+        source: io::Error,
+    },
+}
+
+/// A handler, and how its rules are checked.
+pub struct Suite {
+    /// Where the handler listens.
+    pub socket: PathBuf,
+    /// The memory file that the handler serves.
+    pub memory: PathBuf,
+    /// The longest time without any progress of a rule.
+    pub timeout: Duration,
+    /// A shell command that starts a new handler, and returns. It is executed before each rule.
+    pub restart: Option<String>,
+    /// A command that calls [`check_one`](crate::check_one) with the given text.
+    pub again: Box<dyn Fn(&str) -> Command + Send + Sync>,
+}
+
+impl Suite {
+    /// Checks what the suite itself needs.
+    ///
+    /// # Errors
+    /// The memory file cannot be used, or this process gets no userfaultfd.
+    pub fn check_host(&self) -> Result<(), SuiteError> {
+        Image::check(&self.memory)?;
+        let uffd = Userfaultfd::open_user_with_removals();
+        uffd.map(drop)
+            .map_err(|errno| SuiteError::Userfaultfd(errno.into()))
+    }
+
+    /// Checks one rule.
+    ///
+    /// # Errors
+    /// No process starts.
+    pub fn run(&self, rule: &'static Rule) -> Result<Report, SuiteError> {
+        let begin = Instant::now();
+        let mut events = VecDeque::new();
+        let outcome = match self.restart {
+            Some(_) if rule.needs != Needs::OneVm => Outcome::Skipped {
+                reason: "a handler that is started for each VM (--restart) serves no next VM"
+                    .into(),
+            },
+            _ => {
+                self.restart_handler()?;
+                self.judge(rule, &mut events)?
+            }
+        };
+        Ok(Report {
+            rule,
+            outcome,
+            events: events.into(),
+            took: begin.elapsed(),
+        })
+    }
+
+    fn restart_handler(&self) -> Result<(), SuiteError> {
+        let Some(restart) = &self.restart else {
+            return Ok(());
+        };
+        let failed = |source| SuiteError::Start {
+            what: format!("the handler ({restart})"),
+            source,
+        };
+        let mut shell = Command::new("/bin/sh");
+        // The report has stdout for itself.
+        shell
+            .args(["-c", restart])
+            .stdin(Stdio::null())
+            .stdout(io::stderr());
+        let status = shell.status().map_err(failed)?;
+        match status.success() {
+            true => Ok(()),
+            false => Err(failed(io::Error::other(status.to_string()))),
+        }
+    }
+
+    fn judge(&self, rule: &Rule, events: &mut VecDeque<String>) -> Result<Outcome, SuiteError> {
+        if rule.needs == Needs::KilledVms {
+            for _ in 0..KILLED {
+                let outcome = self.watch(self.start(rule, true)?, events);
+                // The VM's process is killed here, while the handler has faults of it.
+                if outcome != Outcome::Pass {
+                    return Ok(outcome);
+                }
+                keep(events, "a VM was killed in the middle".into());
+            }
+        }
+        Ok(self.watch(self.start(rule, false)?, events))
+    }
+
+    fn start(&self, rule: &Rule, is_victim: bool) -> Result<Process, SuiteError> {
+        let order = Order {
+            rule: rule.name.into(),
+            socket: self.socket.clone(),
+            memory: self.memory.clone(),
+            is_started: self.restart.is_some(),
+            is_victim,
+        };
+        let order = serde_json::to_string(&order).expect("an order has a JSON form");
+        Process::start((self.again)(&order))
+    }
+
+    /// Reads the lines of a process until its outcome, and kills it.
+    fn watch(&self, mut process: Process, events: &mut VecDeque<String>) -> Outcome {
+        let mut expected = "a process of the suite begins to check the rule".to_owned();
+        let mut limit = self.timeout;
+        loop {
+            match process.next_line(limit) {
+                Next::Line(Line::Event(text)) => keep(events, text),
+                Next::Line(Line::Expect(text)) => expected = text,
+                Next::Line(Line::Closed) => {
+                    keep(
+                        events,
+                        "the handler has closed the connection, or died".into(),
+                    );
+                    limit = self.timeout / AFTER_CLOSE;
+                }
+                Next::Line(Line::Pass) => return Outcome::Pass,
+                Next::Line(Line::Fail { expected, seen }) => {
+                    return Outcome::Failed { expected, seen };
+                }
+                Next::Line(Line::Skip(reason)) => return Outcome::Skipped { reason },
+                Next::Nothing => {
+                    let seen = format!("nothing within {limit:?}");
+                    return Outcome::Failed { expected, seen };
+                }
+                Next::End(status) => {
+                    let seen = format!("the VM's process has ended: {status}");
+                    return Outcome::Failed { expected, seen };
+                }
+            }
+        }
+    }
+}
+
+fn keep(events: &mut VecDeque<String>, text: String) {
+    if events.len() == EVENTS {
+        events.pop_front();
+    }
+    events.push_back(text);
+}
+
+/// What a process of a rule does next.
+enum Next {
+    Line(Line),
+    Nothing,
+    End(ExitStatus),
+}
+
+/// The process of a rule. It is killed when it is dropped: its threads may wait in the kernel.
+struct Process {
+    child: Child,
+    lines: Receiver<Line>,
+}
+
+impl Process {
+    fn start(mut command: Command) -> Result<Self, SuiteError> {
+        let failed = |source| SuiteError::Start {
+            what: "a process of the suite".into(),
+            source,
+        };
+        let started = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn();
+        let mut child = started.map_err(failed)?;
+        let stdout = child.stdout.take().expect("a pipe");
+        let (sender, lines) = mpsc::channel();
+        thread::spawn(move || {
+            // Other lines come from a test program.
+            let texts = BufReader::new(stdout).lines().map_while(Result::ok);
+            let mut lines = texts.filter_map(|text| serde_json::from_str(&text).ok());
+            lines.try_for_each(|line| sender.send(line))
+        });
+        Ok(Self { child, lines })
+    }
+
+    fn next_line(&mut self, limit: Duration) -> Next {
+        match self.lines.recv_timeout(limit) {
+            Ok(line) => Next::Line(line),
+            Err(mpsc::RecvTimeoutError::Timeout) => Next::Nothing,
+            Err(mpsc::RecvTimeoutError::Disconnected) => match self.child.wait() {
+                Ok(status) => Next::End(status),
+                Err(_) => Next::Nothing,
+            },
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Checks one rule in this process, which [`Suite::again`] has started with `order`, and prints
+/// lines for the suite to stdout.
+///
+/// # Errors
+/// `order` is not the suite's text.
+pub fn check_one(order: &str) -> Result<(), String> {
+    let order: Order = serde_json::from_str(order).map_err(|error| error.to_string())?;
+    let rule = rule(&order.rule).ok_or_else(|| format!("{} is no rule", order.rule))?;
+    let image = Image::open(Path::new(&order.memory)).map_err(|error| error.to_string())?;
+    let subject = Subject { order, image };
+    let verdict = match subject.order.is_victim {
+        true => be_killed(&subject),
+        false => (rule.check)(&subject),
+    };
+    match verdict {
+        Ok(()) => Line::Pass,
+        Err(Stop::Failed { expected, seen }) => Line::Fail { expected, seen },
+        Err(Stop::Skipped(reason)) => Line::Skip(reason),
+    }
+    .print();
+    Ok(())
+}
+
+/// The rules with these names, or all for an empty list.
+///
+/// # Errors
+/// The first name that is no rule's.
+pub fn chosen(names: &[String]) -> Result<Vec<&'static Rule>, &str> {
+    if names.is_empty() {
+        return Ok(all().collect());
+    }
+    let found = names.iter().map(|name| rule(name).ok_or(name.as_str()));
+    found.collect()
+}
