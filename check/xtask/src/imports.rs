@@ -196,6 +196,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-control",
             "lacuna-guest",
             "lacuna-lab",
+            "lacuna-pager",
             "lacuna-pager-test",
         ],
     ),

@@ -4,6 +4,7 @@
 //! lacuna                          the first look: each mechanism, without it and with it
 //! lacuna run IMAGE [...]          one guest, live
 //! lacuna serve SOURCE SOCKET      a guest's memory, for run --pages-from peer:SOCKET
+//! lacuna pager                    fills the guests' memory of other VMMs
 //! lacuna snapshot save FOLDER     a running guest, saved; restore FOLDER resumes it
 //! lacuna migrate ADDRESS          a running guest, moved to lacuna run --incoming ADDRESS
 //! lacuna ctl SOCKET REQUEST       a running guest: status, pause, resume, stop, stat, dirty
@@ -19,6 +20,7 @@ mod lab;
 mod machine;
 mod memory;
 mod migrate;
+mod pager;
 mod pages;
 mod run;
 mod serve;
@@ -32,6 +34,7 @@ pub use lab::{Chosen, Experiment, LabArgs, Name, Parts, arch_of};
 pub use machine::RunOn;
 pub use memory::WrongMemory;
 pub use migrate::{MODES, MigrateArgs};
+pub use pager::{Lost, PagerArgs};
 pub use pages::{PagesFrom, Patience};
 pub use run::{Backend, Cpu, RunArgs, SwapMedium, SwapSpec, THP, temp_dir};
 pub use serve::ServeArgs;
@@ -64,6 +67,8 @@ pub enum Command {
     Run(RunArgs),
     /// Provide a guest's memory to another process, page by page
     Serve(ServeArgs),
+    /// Fill the memory of other VMMs' guests, such as Firecracker's, page by page
+    Pager(PagerArgs),
     /// Save a running guest, or resume a saved one
     Snapshot(SnapshotArgs),
     /// Move a running guest to another process, here or on another host

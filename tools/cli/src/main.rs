@@ -13,6 +13,7 @@ use lacuna_cli::exit::Exit;
 use lacuna_cli::lab::lab;
 use lacuna_cli::migrate::migrate;
 use lacuna_cli::output::{complain, print, print_json};
+use lacuna_cli::pager::pager;
 use lacuna_cli::run::{exit_of, run};
 use lacuna_cli::serve::serve;
 use lacuna_cli::snapshot::snapshot;
@@ -88,6 +89,7 @@ fn command(command: Option<Command>) -> Exit {
         Some(Command::Doctor(args)) => doctor(&args),
         Some(Command::Run(args)) => run(&args),
         Some(Command::Serve(args)) => serve(&args),
+        Some(Command::Pager(args)) => pager(&args),
         Some(Command::Snapshot(args)) => snapshot(&args),
         Some(Command::Migrate(args)) => migrate(&args),
         Some(Command::Ctl(args)) => ctl(&args),

@@ -11,7 +11,7 @@ use lacuna::migrate::session::IncomingHandle;
 use lacuna::source::{
     External, FileError, Measured, MemoryFile, PageSource, Peer, PeerError, Policy, Zeros,
 };
-use lacuna::{PageCount, Vm};
+use lacuna::{PAGE_SIZE, PageCount, Vm};
 use lacuna_control::{PageCounts, Pages};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -141,6 +141,18 @@ fn no_handler(from: &PagesFrom, errno: impl ToString) -> SourceError {
         from: from.clone(),
         cause: errno.to_string(),
     }
+}
+
+/// The pages of a source with `bytes` bytes.
+///
+/// # Errors
+/// They are not whole pages.
+pub fn whole_pages(bytes: u64) -> Result<PageCount, Refusal> {
+    if bytes == 0 || !bytes.is_multiple_of(PAGE_SIZE as u64) {
+        let text = format!("{bytes} bytes of memory: give whole pages of 4 KiB, at least one");
+        return Err((Exit::Usage, text));
+    }
+    Ok(PageCount::from_bytes(bytes))
 }
 
 /// Makes vCPUs exit for missing pages, in every slot that may have such exits.

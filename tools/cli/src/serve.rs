@@ -9,7 +9,6 @@ use crate::size::Size;
 use crate::{pages, progress};
 use lacuna::migrate::transport::PrivateSocket;
 use lacuna::source::{Injected, Measured, PageSource, Policy, Server, SourceStats, serve as start};
-use lacuna::{PAGE_SIZE, PageCount};
 use lacuna_lab::report::{short, time};
 use lacuna_lab::result::{command_line, to_json};
 use serde::Serialize;
@@ -47,12 +46,7 @@ fn serve_until_signal(args: &ServeArgs) -> Result<Exit, Refusal> {
     let host = |error: &dyn ToString| (Exit::Host, error.to_string());
     let signals = catch_signals(&Arc::default())?;
     check_target(&args.output)?;
-    let bytes = args.memory.0;
-    if bytes == 0 || !bytes.is_multiple_of(PAGE_SIZE as u64) {
-        let text = format!("--memory of {bytes} bytes: give whole pages of 4 KiB, at least one");
-        return Err((Exit::Usage, text));
-    }
-    let pages = PageCount::from_bytes(bytes);
+    let pages = pages::whole_pages(args.memory.0)?;
     if let PagesFrom::Handler(_) = args.source {
         let text = "a handler fills memory itself and gives no pages to others: serve zeros, \
                     file:PATH or peer:PATH";

@@ -8,6 +8,7 @@ mod handler;
 mod metrics;
 mod migrate;
 mod monitors;
+mod pager;
 mod pages;
 mod pin;
 mod signals;

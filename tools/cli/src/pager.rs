@@ -1,0 +1,213 @@
+//! `lacuna pager`: fills the memory of other VMMs' guests.
+
+use crate::args::{PagerArgs, PagesFrom, Patience};
+use crate::exit::{Exit, transport_refusal};
+use crate::live::{columns, fit};
+use crate::metrics::MetricsSocket;
+use crate::output::{check_target, complain, write_result_until_signal};
+use crate::run::{Refusal, catch_signals, exit_of};
+use crate::signals::Signals;
+use crate::size::Size;
+use crate::{pages, progress};
+use lacuna::PageCount;
+use lacuna::metrics::Metrics;
+use lacuna::migrate::transport::PrivateSocket;
+use lacuna::source::{Measured, PageSource};
+use lacuna_lab::report::{short, time};
+use lacuna_pager::{Config, Pager};
+use serde::Serialize;
+use std::fs::{Permissions, set_permissions};
+use std::os::unix::fs::PermissionsExt as _;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How often the live line is renewed and signals are checked.
+const LOOK: Duration = Duration::from_millis(200);
+
+type Source = Measured<Box<dyn PageSource>>;
+
+/// The result of `lacuna pager`, as JSON.
+#[derive(Serialize)]
+struct PagerReport {
+    command: String,
+    source: String,
+    memory_bytes: u64,
+    outcome: String,
+    exit_code: u8,
+    seconds: f64,
+    vms: u64,
+    refused: u64,
+    faults: u64,
+    placed: u64,
+    zeros: u64,
+    removals: u64,
+    lost: u64,
+    p50_ns: u128,
+    p99_ns: u128,
+}
+
+/// Serves VMs as `args` say, until a signal arrives and the served VMs have ended; prints a summary
+/// and returns the exit code.
+pub fn pager(args: &PagerArgs) -> Exit {
+    exit_of(pager_until_signal(args))
+}
+
+fn pager_until_signal(args: &PagerArgs) -> Result<Exit, Refusal> {
+    let signals = catch_signals(&Arc::default())?;
+    check_target(&args.output)?;
+    let pages = memory(args)?;
+    let source = pages::source(&args.from, pages, Patience::policy(args.patience));
+    let source = source.map_err(|error| (error.exit(), format!("--from: {error}")))?;
+    let source = Arc::new(Measured::new(source));
+    let metrics = args.metrics.map(MetricsSocket::open).transpose()?;
+    let socket = PrivateSocket::bind(&args.socket).map_err(transport_refusal)?;
+    let mut config = Config {
+        when_lost: args.when_lost.into(),
+        report: Arc::new(complain),
+        ..Config::default()
+    };
+    if !args.users.is_empty() {
+        config.users.extend(&args.users);
+        // Each user can connect, and the pager refuses all but these.
+        let opened = set_permissions(&args.socket, Permissions::from_mode(0o666));
+        opened.map_err(|error| host(format!("{}: {error}", args.socket.display())))?;
+    }
+    let listener = socket.listener().try_clone();
+    let listener = listener.map_err(|error| host(format!("no descriptor is left: {error}")))?;
+    let asked = Arc::clone(&source) as Arc<dyn PageSource>;
+    let pager = Pager::start(listener, asked, pages, config);
+    let pager = pager.map_err(|error| host(format!("cannot start a thread: {error}")))?;
+    let fill = || {
+        let mut to = Metrics::default();
+        pager.stats().fill(&mut to);
+        source.stats().fill(&mut to);
+        to
+    };
+    let began = Instant::now();
+    thread::scope(|scope| {
+        let serving = metrics.as_ref().map(|socket| socket.start(scope, &fill));
+        let serving = serving.transpose();
+        let _serving = serving.map_err(|error| host(format!("--metrics: {error}")))?;
+        let serves = Serves {
+            args,
+            memory: pages.bytes(),
+            source: &source,
+            pager: &pager,
+            began,
+        };
+        serves.until_signal(&signals, socket)
+    })
+}
+
+fn host(text: String) -> Refusal {
+    (Exit::Host, text)
+}
+
+/// The memory of the source.
+fn memory(args: &PagerArgs) -> Result<PageCount, Refusal> {
+    let bytes = match (args.memory, &args.from) {
+        (_, PagesFrom::Handler(_)) => {
+            let text = "a handler fills memory itself and gives no pages to others: give --from \
+                        zeros, file:PATH or peer:PATH";
+            return Err((Exit::Usage, text.into()));
+        }
+        (Some(memory), _) => memory.0,
+        (None, PagesFrom::File(path)) => {
+            let found = std::fs::metadata(path);
+            let failed = |error| (Exit::Usage, format!("--from {}: {error}", path.display()));
+            found.map_err(failed)?.len()
+        }
+        (None, from) => {
+            let text = format!("--from {from} has no length: give --memory");
+            return Err((Exit::Usage, text));
+        }
+    };
+    pages::whole_pages(bytes)
+}
+
+/// A pager at work.
+struct Serves<'a> {
+    args: &'a PagerArgs,
+    memory: u64,
+    source: &'a Source,
+    pager: &'a Pager,
+    began: Instant,
+}
+
+impl Serves<'_> {
+    /// Serves until there is a signal, and then until no VM is left. `socket` accepts VMs until the
+    /// signal.
+    fn until_signal(&self, signals: &Signals, socket: PrivateSocket) -> Result<Exit, Refusal> {
+        let live = progress::line(self.args.output.quiet);
+        let mut socket = Some(socket);
+        let signal = loop {
+            let vms = self.pager.stats().vms;
+            match signals.caught() {
+                Some(signal) if vms == 0 => break signal,
+                Some(signal) if socket.take().is_some() => {
+                    live.suspend(|| {
+                        complain(&format!(
+                            "{signal}: {vms} VMs need this pager, which ends when they have ended \
+                             and accepts no other; another {signal} ends it now, and the VMs wait \
+                             for ever"
+                        ));
+                    });
+                    self.pager.stop_accepting();
+                }
+                _ => {}
+            }
+            live.set_message(fit(&self.line(), columns()));
+            live.tick();
+            thread::sleep(LOOK);
+        };
+        live.finish_and_clear();
+        let exit = Exit::Interrupted(signal);
+        let (stats, pages) = (self.pager.stats(), self.source.stats());
+        let report = PagerReport {
+            command: std::env::args().collect::<Vec<_>>().join(" "),
+            source: self.args.from.to_string(),
+            memory_bytes: self.memory,
+            outcome: format!("ended by {signal}"),
+            exit_code: exit.code(),
+            seconds: self.began.elapsed().as_secs_f64(),
+            vms: stats.accepted,
+            refused: stats.refused,
+            faults: stats.counts.faults,
+            placed: stats.counts.placed,
+            zeros: stats.counts.zeros,
+            removals: stats.counts.removals,
+            lost: stats.counts.lost,
+            p50_ns: pages.p50.as_nanos(),
+            p99_ns: pages.p99.as_nanos(),
+        };
+        let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
+        let text = self.line() + "\n";
+        write_result_until_signal(&self.args.output, &text, &(json + "\n"), signals)?;
+        Ok(exit)
+    }
+
+    fn line(&self) -> String {
+        let (stats, pages) = (self.pager.stats(), self.source.stats());
+        let seconds = self.began.elapsed().as_secs_f64().max(1e-3);
+        let [p50, p99] = [pages.p50, pages.p99].map(|t| time(t.as_nanos() as u64));
+        let lost = match stats.counts.lost {
+            0 => String::new(),
+            lost => format!(", {lost} lost"),
+        };
+        let outage = self.source.outage();
+        let outage = outage.map_or_else(String::new, |why| format!("; it gives no page: {why}"));
+        format!(
+            "paging    {} from {} at {}: {} VMs, {} so far, {} refused; {} pages{lost}, {}/s, p50 \
+             {p50}, p99 {p99}{outage}",
+            Size(self.memory),
+            self.args.from,
+            self.args.socket.display(),
+            stats.vms,
+            stats.accepted,
+            stats.refused,
+            pages.provided,
+            short(pages.provided as f64 / seconds),
+        )
+    }
+}
