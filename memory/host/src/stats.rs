@@ -84,7 +84,7 @@ counters! {
         counter collapse_failures,
         /// Pages of Linux memory that Linux has paged out for this host.
         counter linux_paged_out,
-        /// Those of them that this host has brought back.
+        /// Accesses by which this host has brought them back.
         counter linux_paged_in,
     }
 }

@@ -71,6 +71,15 @@ impl Pool {
         unsafe { madvise(at, bytes_of(range), Advice::LinuxPageOut) }
     }
 
+    /// Advises the kernel to read only the touched page of a file here, and no neighbours with it.
+    pub fn read_singly(&self, first: Pfn, pages: usize) -> Result<(), Errno> {
+        let range = self.range(first, pages);
+        assert!(self.linux().contains(&first.index()), "not Linux memory");
+        let at = self.at(first).as_ptr().cast();
+        // SAFETY: the range lies inside the mapping, and the advice keeps the bytes.
+        unsafe { madvise(at, bytes_of(range), Advice::Random) }
+    }
+
     /// Whether a new mapping has all of its pages at once, because this process locks new mappings
     /// (`mlockall(2)` with `MCL_FUTURE`). The kernel does not report that for a mapping of
     /// hugetlbfs, so this maps and asks one private page.

@@ -4,6 +4,7 @@
 //! ```text
 //! hand -> window of a block -> age --------> old ones: page_out     young ones stay
 //! a turn in which no page left               the next turn takes young ones too
+//! then again none                            the hand moves once a second
 //! ```
 //! No fault waits for room, so a guest may be above the limit for a moment, or for as long as Linux
 //! keeps the pages.
@@ -24,7 +25,15 @@ pub(crate) struct LinuxHand {
     /// The next page number.
     next: u64,
     left: u64,
-    takes_young: bool,
+    /// The last turns, one after the other, in which no page has left.
+    barren: u32,
+}
+
+impl LinuxHand {
+    /// Whether no page leaves, young or old: Linux has no place for them.
+    pub fn is_stuck(&self) -> bool {
+        self.barren > 1
+    }
 }
 
 /// The result of one step.
@@ -76,7 +85,7 @@ impl Core {
         region.notifier.age(&ranges, &mut young);
         region.notifier.end_of_aging();
         let (seen, mut young) = (pages.len(), young.into_iter());
-        pages.retain(|_| !young.next().unwrap_or(false) || hand.takes_young);
+        pages.retain(|_| !young.next().unwrap_or(false) || hand.barren > 0);
         Counters::add(&self.stats.young, (seen - pages.len()) as u64);
         pages.truncate(over);
         // Memory that Linux cannot page out is like memory that it keeps.
@@ -95,7 +104,10 @@ impl Core {
         };
         let mut linux = regions.iter().filter(can_leave);
         let found = linux.find(|region| end(region) > hand.next).or_else(|| {
-            hand.takes_young = hand.left == 0;
+            hand.barren = match hand.left {
+                0 => hand.barren.saturating_add(1),
+                _ => 0,
+            };
             (hand.next, hand.left) = (0, 0);
             regions.iter().find(can_leave)
         });

@@ -28,7 +28,7 @@ use crate::resolve::Resolution;
 use crate::ticket::Ticket;
 use lacuna_addr::{BackingRange, PageCount};
 use lacuna_frames::{BLOCK, PageNo, PageState};
-use lacuna_linux::LinuxMemory;
+use lacuna_linux::{LinuxBacking, LinuxMemory};
 use lacuna_swap::SwapError;
 use lacuna_sys::{Errno, Pagemap, TakenPages};
 
@@ -84,6 +84,11 @@ impl Core {
         linux: &LinuxMemory,
         mut pages: Vec<PageNo>,
     ) -> Result<u64, Errno> {
+        if matches!(linux.backing, LinuxBacking::Private(_)) {
+            // Otherwise each page that comes back brings its neighbours, which no word records.
+            let all = region.range().pages() as usize;
+            self.frames.pool.read_singly(linux.first, all)?;
+        }
         let pinned = self.pinned_pages();
         let change = |page, from, to| {
             let word = region.word(page);
@@ -139,6 +144,7 @@ impl Core {
     /// inside of guest code.
     pub fn touch_paged_out(&self, ticket: &Ticket, linux: &LinuxMemory) {
         TakenPages::unblock_signal();
+        Counters::add(&self.stats.linux_paged_in, 1);
         let pfn = linux.pfn(ticket.region().index_of(ticket.number()));
         self.frames.pool.frame(pfn).read(0, &mut [0]);
     }
@@ -152,9 +158,8 @@ impl Core {
             None => Ok(()),
             Some(reason) => Err(LostPage::new(page.addr(), reason)),
         };
-        match &result {
-            Ok(()) => Counters::add(&self.stats.linux_paged_in, 1),
-            Err(lost) => self.note_lost(page, lost),
+        if let Err(lost) = &result {
+            self.note_lost(page, lost);
         }
         self.settle(ticket, result);
     }

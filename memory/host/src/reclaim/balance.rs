@@ -286,6 +286,7 @@ impl Host {
         let trimmed = self.core.trim_linux(hand);
         let pause = match trimmed {
             Trimmed::Left(1..) => return,
+            Trimmed::Left(0) if hand.is_stuck() => REST,
             Trimmed::Unlimited if self.core.huge == HugePages::Never => {
                 std::thread::park();
                 return;
