@@ -1,6 +1,6 @@
 //! Half-open page ranges.
 
-use crate::{BackingAddr, Gfn, Hva, PAGE_SHIFT, PAGE_SIZE, SlotAddress};
+use crate::{BackingAddr, Gfn, Hva, Level, PAGE_SHIFT, PAGE_SIZE, SlotAddress};
 
 /// `start..end` in guest frames; never empty, never past 48 bits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
@@ -64,6 +64,24 @@ impl GfnRange {
         let start = self.start.max(other.start);
         let end = self.end.min(other.end);
         (start < end).then_some(Self { start, end })
+    }
+
+    /// The aligned 1 GiB around `gfn`.
+    #[inline]
+    pub const fn gib_of(gfn: Gfn) -> Self {
+        let start = gfn.get() & !(Level::L1G.pages() - 1);
+        Self {
+            start,
+            end: start + Level::L1G.pages(),
+        }
+    }
+
+    /// The first frame of each leaf of `level` that it takes to map the range, which is aligned to
+    /// that level. Ascending.
+    #[inline]
+    pub fn steps(self, level: Level) -> impl Iterator<Item = Gfn> {
+        (0..self.pages() >> level.page_shift())
+            .map(move |i| Gfn::checked_before(self.start + (i << level.page_shift())))
     }
 
     /// Every frame, ascending.

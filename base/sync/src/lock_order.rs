@@ -93,6 +93,7 @@ classes! {
         IncomingSession "IncomingHandle's state (migrate)";
     Leaf:
         TableLists "Arena::lists",
+        DepositedTables "Stage2::deposits",
         FreeFrames "Frames::free (frames)",
         RegionTable "Regions::list (host)",
         LinuxAddresses "LinuxAddresses (linux)",

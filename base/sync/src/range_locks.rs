@@ -94,6 +94,14 @@ impl RangeLocks {
         InvalidateSeq(self.locks[self.index_of(block)].0.load(Ordering::Acquire) & !LOCKED)
     }
 
+    /// The sequences of all range locks of `blocks` in one number: their sum. A sequence only
+    /// grows, so the sum is the same if and only if no invalidation has begun or ended there.
+    pub fn invalidate_seq_of(&self, blocks: Range<u64>) -> InvalidateSeq {
+        let seq = |index: usize| self.locks[index].0.load(Ordering::Acquire) & !LOCKED;
+        let seqs = self.indices(blocks).into_iter().map(seq);
+        InvalidateSeq(seqs.fold(0, u64::wrapping_add))
+    }
+
     /// Takes the range lock of `block`.
     #[inline]
     #[track_caller]
@@ -155,6 +163,15 @@ impl RangeGuard<'_> {
     #[inline]
     pub fn invalidate_retry(&self, seq: InvalidateSeq) -> bool {
         self.value != seq.0 || self.value & IN_PROGRESS_MASK != 0
+    }
+
+    /// As [`RangeGuard::invalidate_retry`], for the guards of a range of blocks, and the sequence
+    /// of [`RangeLocks::invalidate_seq_of`] for that range.
+    pub fn any_invalidate_retry(guards: &[Self], seq: InvalidateSeq) -> bool {
+        let sum = guards
+            .iter()
+            .fold(0, |sum: u64, guard| sum.wrapping_add(guard.value));
+        sum != seq.0 || guards.iter().any(Self::invalidate_in_progress)
     }
 
     /// Whether an invalidation is in progress: it may have removed the page for which the caller

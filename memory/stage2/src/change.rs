@@ -5,14 +5,14 @@
 //!  Absent --> Leaf, Table, Frozen      Leaf --> Leaf of the same frames: other rights, A, D
 //!  Leaf, Table --> Absent, Frozen      Frozen --> no change: its table was unlinked
 //!  Leaf W D --> Leaf W     rearm only: it returns the D to its caller
-//!  Leaf 2 MiB --> Table    link_split only: the table is filled with the leaf's parts
-//!  Table --> Leaf 2 MiB    link_collapsed only: the table's leaves are the leaf's parts
+//!  large Leaf --> Table    link_split only: the table is filled with the leaf's parts
+//!  Table --> large Leaf    link_collapsed only: the table's leaves are the leaf's parts
 //! ```
 
 use crate::{Entry, EntryRef, Leaf, Stage2, TableFormat};
 use lacuna_addr::{Gfn, GfnRange, Level, Pfn};
 use lacuna_sync::shim::{AtomicU64, Ordering};
-use lacuna_tables::{Index, TableId};
+use lacuna_tables::{ENTRIES, Index, TableId};
 
 /// What is mapped, by leaf size, and the number of tables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -106,40 +106,41 @@ impl<F: TableFormat> Stage2<F> {
         self.replace(at, gfn, old, new)
     }
 
-    /// Replaces `leaf`, which maps `block`, by `table`: fills the table with the parts of the leaf,
+    /// Replaces `leaf`, which maps `span`, by `table`: fills the table with the parts of the leaf,
     /// then links it at `at`. No other thread knows `table` yet. If a walk has set A or D since the
     /// caller read `leaf`, links nothing and returns the current entry. The caller may then call
     /// again with the same table.
     pub(crate) fn link_split(
         &self,
         at: EntryRef,
-        block: GfnRange,
+        span: GfnRange,
         leaf: Leaf,
         table: TableId,
     ) -> Result<(), Entry> {
-        assert_eq!(leaf.level, Level::L2M, "only 2 MiB leaves are split");
-        for gfn in block.iter() {
-            let part = F::encode(Entry::Leaf(leaf.part(gfn)));
+        let small = leaf.level.smaller().expect("no 4 KiB leaf is split");
+        for (part, gfn) in EntryRef::parts(table, span, small) {
             // Relaxed: the exchange below publishes the table.
-            self.entry(EntryRef::page_of(table, gfn))
-                .store(part, Ordering::Relaxed);
+            self.entry(part).store(
+                F::encode(Entry::Leaf(leaf.part(gfn, small))),
+                Ordering::Relaxed,
+            );
         }
-        let gfn = block.start();
+        let gfn = span.start();
         self.replace(at, gfn, Entry::Leaf(leaf), Entry::Table(table))?;
         let counts = self.counts_of(gfn);
-        counts.count(Entry::Leaf(leaf.part(gfn)), block.pages());
+        counts.count(Entry::Leaf(leaf.part(gfn, small)), ENTRIES as u64);
         Ok(())
     }
 
-    /// Replaces `table` at `at` by `leaf`, which maps `block`. Each entry of the table maps the
+    /// Replaces `table` at `at` by `leaf`, which maps `span`. Each entry of the table maps the
     /// frame that `leaf` maps there, or nothing. The counts still contain the table's leaves: the
     /// caller must freeze each entry next, or call `forget_leaves`.
-    pub(crate) fn link_collapsed(&self, at: EntryRef, block: GfnRange, table: TableId, leaf: Leaf) {
-        assert_eq!(leaf.level, Level::L2M, "only 2 MiB leaves replace tables");
-        assert_eq!(leaf.defect(), None, "{leaf:?} at {block:?}");
+    pub(crate) fn link_collapsed(&self, at: EntryRef, span: GfnRange, table: TableId, leaf: Leaf) {
+        let small = leaf.level.smaller().expect("a large leaf");
+        assert_eq!(leaf.defect(), None, "{leaf:?} at {span:?}");
         debug_assert!(
-            block.iter().all(|gfn| {
-                match self.read(EntryRef::page_of(table, gfn)) {
+            EntryRef::parts(table, span, small).all(|(part, gfn)| {
+                match self.read(part) {
                     Entry::Absent => true,
                     Entry::Leaf(child) => {
                         // W is not compared. A fast page fault may have set it after the caller
@@ -150,10 +151,10 @@ impl<F: TableFormat> Stage2<F> {
                     Entry::Table(_) | Entry::Frozen => false,
                 }
             }),
-            "{leaf:?} does not map {block:?} as its table does"
+            "{leaf:?} does not map {span:?} as its table does"
         );
-        self.replace(at, block.start(), Entry::Table(table), Entry::Leaf(leaf))
-            .expect("only a cursor over the block unlinks its table");
+        self.replace(at, span.start(), Entry::Table(table), Entry::Leaf(leaf))
+            .expect("only a cursor over all that it spans unlinks the table");
     }
 
     /// Removes the 512 leaves of `block` from the counts. Their table was unlinked by

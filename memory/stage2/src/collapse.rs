@@ -1,4 +1,4 @@
-//! Collapses a table of 512 leaves to one 2 MiB leaf, in place.
+//! Collapses a table of 512 leaves to one large leaf, in place.
 //!
 //! ```text
 //! 1 read the children: which large leaf is equivalent?
@@ -36,14 +36,14 @@ use lacuna_addr::{Gfn, GfnRange, Level, Pfn};
 use lacuna_sync::shim::Ordering;
 use lacuna_tables::{Index, TableId};
 
-/// A table's leaves are not the parts of one 2 MiB leaf.
+/// A table's leaves are not the parts of one large leaf.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error(
-    "the block of gfn {gfn} keeps its 4 KiB leaves: {found:?} is at that gfn; map the whole block \
-     to consecutive frames with equal rights, then collapse it"
+    "the leaves around gfn {gfn} stay small: {found:?} is at that gfn; map the whole table to \
+     consecutive frames with equal rights, then collapse it"
 )]
 pub struct NotUniform {
-    /// The first page that does not fit.
+    /// The first guest frame that does not fit.
     pub gfn: Gfn,
     /// The entry there.
     pub found: Entry,
@@ -53,11 +53,11 @@ pub struct NotUniform {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use = "the reverse map must forget the small leaves"]
 pub struct Collapsed {
-    /// The first guest frame of the block.
+    /// The first guest frame of the large leaf.
     pub gfn: Gfn,
     /// The place of the large leaf.
     pub at: EntryRef,
-    /// The large leaf, with A, D and rights of all its pages.
+    /// The large leaf, with A, D and rights of all its parts.
     pub leaf: Leaf,
 }
 
@@ -77,7 +77,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
             return Ok(None);
         };
         let block = gfn.block().range();
-        let leaf = self.whole(table, block, None)?;
+        let leaf = self.whole(table, block, (Level::L2M, None))?;
         Ok(Some(self.collapse_at(at, table, block, leaf)))
     }
 
@@ -130,27 +130,30 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
             return Ok(None);
         };
         let block = gfn.block().range();
-        let leaf = self.whole(table, block, Some(leaf))?;
+        let leaf = self.whole(table, block, (Level::L2M, Some(leaf)))?;
         Ok(Some(self.collapse_at(at, table, block, leaf)))
     }
 
-    /// The large leaf equivalent to the table and `granted` together.
-    fn whole(
+    /// The leaf of `level` equivalent to the table, which translates `span`, and `granted` together.
+    pub(crate) fn whole(
         &self,
         table: TableId,
-        block: GfnRange,
-        granted: Option<Leaf>,
+        span: GfnRange,
+        (level, granted): (Level, Option<Leaf>),
     ) -> Result<Leaf, NotUniform> {
         let mut whole = granted;
-        for gfn in block.iter() {
-            let found = self.stage2.read(EntryRef::page_of(table, gfn));
+        let small = level.smaller().expect("a large leaf");
+        for (part, gfn) in EntryRef::parts(table, span, small) {
+            let found = self.stage2.read(part);
             whole = match found {
                 Entry::Absent if granted.is_some() => whole,
-                Entry::Leaf(page) => Some(join(whole, page, gfn).ok_or(NotUniform { gfn, found })?),
+                Entry::Leaf(part) => {
+                    Some(join(whole, part, (gfn, level)).ok_or(NotUniform { gfn, found })?)
+                }
                 _ => return Err(NotUniform { gfn, found }),
             };
         }
-        Ok(whole.expect("a block has pages"))
+        Ok(whole.expect("a table has entries"))
     }
 
     /// The large leaf that maps the frames from `first` on, with the rights of `table`'s pages.
@@ -162,7 +165,8 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         };
         let (one, _) = (page(block.start())?, page(block.last())?);
         debug_assert!(
-            block.iter().all(|gfn| page(gfn).is_ok()) && self.whole(table, block, None).is_ok(),
+            block.iter().all(|gfn| page(gfn).is_ok())
+                && self.whole(table, block, (Level::L2M, None)).is_ok(),
             "{block:?} is not mapped to the frames from {first} on"
         );
         let write = match one.write {
@@ -180,30 +184,31 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         })
     }
 
-    fn collapse_at(
+    /// Replaces `table` at `at`, which translates `span`, by the equivalent `leaf`.
+    pub(crate) fn collapse_at(
         &self,
         at: EntryRef,
         table: TableId,
-        block: GfnRange,
+        span: GfnRange,
         leaf: Leaf,
     ) -> (Collapsed, Flush<'s>) {
         let stage2 = self.stage2;
-        stage2.link_collapsed(at, block, table, leaf);
+        stage2.link_collapsed(at, span, table, leaf);
         let mut last = leaf;
-        for gfn in block.iter() {
-            let child = EntryRef::page_of(table, gfn);
-            if let Entry::Leaf(page) = stage2.update(child, gfn, |_| Entry::Frozen) {
-                last = last.merged(page);
+        let small = leaf.level.smaller().expect("a large leaf");
+        for (part, gfn) in EntryRef::parts(table, span, small) {
+            if let Entry::Leaf(part) = stage2.update(part, gfn, |_| Entry::Frozen) {
+                last = last.merged(part);
             }
         }
         let with_last = |found| match found {
             Entry::Leaf(now) => Entry::Leaf(now.merged(last)),
             other => unreachable!("{other:?} took the place of a leaf under a cursor"),
         };
-        let Entry::Leaf(now) = stage2.update(at, block.start(), with_last) else {
+        let Entry::Leaf(now) = stage2.update(at, span.start(), with_last) else {
             unreachable!("checked above")
         };
-        self.collapsed(at, table, block, now.merged(last))
+        self.collapsed(at, table, span, now.merged(last))
     }
 
     /// The result of a collapse. Its flush has the unlinked `table`.
@@ -211,12 +216,12 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         &self,
         at: EntryRef,
         table: TableId,
-        block: GfnRange,
+        span: GfnRange,
         leaf: Leaf,
     ) -> (Collapsed, Flush<'s>) {
         let mut flush = self.flush();
-        flush.add_table(self.stage2.arena.detach(table), block);
-        let gfn = block.start();
+        flush.add_table(self.stage2.arena.detach(table), span);
+        let gfn = span.start();
         (Collapsed { gfn, at, leaf }, flush)
     }
 }
@@ -234,19 +239,16 @@ impl<F: TableFormat> Stage2<F> {
     }
 }
 
-/// The large leaf equivalent to `whole` and, for `gfn`, to `page`; `None` if there is none. The
-/// first page decides the frames.
+/// The leaf of `level` equivalent to `whole` and, for `gfn`, to `part`; `None` if there is none. The
+/// first part decides the frames.
 #[inline]
-fn join(whole: Option<Leaf>, page: Leaf, gfn: Gfn) -> Option<Leaf> {
+fn join(whole: Option<Leaf>, part: Leaf, (gfn, level): (Gfn, Level)) -> Option<Leaf> {
     let Some(whole) = whole else {
-        let first = Leaf {
-            level: Level::L2M,
-            ..page
-        };
+        let first = part.at(level);
         return first.defect().is_none().then_some(first);
     };
     let never = |leaf: Leaf| leaf.write == Write::Never;
     let fits =
-        page.pfn == whole.frame_of(gfn) && page.exec == whole.exec && never(page) == never(whole);
-    fits.then(|| whole.merged(page))
+        part.pfn == whole.frame_of(gfn) && part.exec == whole.exec && never(part) == never(whole);
+    fits.then(|| whole.merged(part))
 }

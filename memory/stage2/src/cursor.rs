@@ -14,7 +14,7 @@
 //! cursor no other thread changes an entry of its blocks, with two exceptions: a walk sets A or D,
 //! and a fast page fault sets W in a 4 KiB leaf. The tables above a block are shared between range
 //! locks: they are linked by compare-and-swap, and unlinked only under a cursor over all that they
-//! span.
+//! span. A 1 GiB leaf is mapped, split and unmapped only under a cursor over all of it (`gib`).
 
 use crate::{Ept, Flush, Stage2, TableFormat};
 use lacuna_addr::{Gfn, GfnRange};
@@ -50,16 +50,14 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
     }
 
     /// Whether the fault must be retried: an invalidation near it is in progress, or has ended
-    /// since `seq` was read for a gfn of this cursor's one block.
-    ///
-    /// # Panics
-    /// On a cursor made for a range: it has no single sequence.
+    /// since `seq` was read: by [`Stage2::invalidate_seq`] for a gfn of a fault cursor's block, or
+    /// by [`Stage2::invalidate_seq_of`] for the cursor's range.
     #[inline]
     #[must_use]
     pub fn invalidate_retry(&self, seq: InvalidateSeq) -> bool {
         match &self.guards {
             Guards::One(guard) => guard.invalidate_retry(seq),
-            Guards::Many(_) => panic!("faults are admitted by a fault cursor"),
+            Guards::Many(guards) => RangeGuard::any_invalidate_retry(guards, seq),
         }
     }
 

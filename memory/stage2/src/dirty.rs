@@ -59,7 +59,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
     /// Calls `visit` with each leaf that maps a frame of `runs`, and the first frame it maps.
     ///
     /// # Panics
-    /// If the cursor does not hold `runs`.
+    /// If the cursor does not hold `runs`, or not all of a 1 GiB leaf found there.
     #[inline]
     pub(crate) fn each_leaf(
         &self,
@@ -99,7 +99,10 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
                         .expect("entries() yields what overlaps");
                     self.each_leaf_below(below, height.below(), part, visit);
                 }
-                Entry::Leaf(_) => visit(at, span.start()),
+                Entry::Leaf(leaf) => {
+                    self.assert_holds_large(leaf, span);
+                    visit(at, span.start());
+                }
                 Entry::Absent => {}
                 Entry::Frozen => unreachable!("a frozen entry in a linked table"),
             }

@@ -92,13 +92,13 @@ impl Leaf {
         Self { level, ..self }
     }
 
-    /// The 4 KiB leaf equivalent to this leaf for `gfn`, one of its guest frames.
+    /// The leaf of `level` equivalent to this larger leaf for the guest frames from `gfn` on.
     #[inline]
     #[must_use]
-    pub const fn part(self, gfn: Gfn) -> Self {
+    pub const fn part(self, gfn: Gfn, level: Level) -> Self {
         Self {
             pfn: self.frame_of(gfn),
-            level: Level::L4K,
+            level,
             ..self
         }
     }
@@ -179,6 +179,25 @@ impl EntryRef {
     #[inline]
     pub fn beside(self, gfn: Gfn) -> Self {
         Self::page_of(self.table(), gfn)
+    }
+
+    /// The place of the 2 MiB leaf of `gfn`, if this is another 2 MiB leaf's place in the same
+    /// 1 GiB.
+    #[must_use]
+    #[inline]
+    pub fn beside_block(self, gfn: Gfn) -> Self {
+        Self::new(self.table(), Height::of_leaf(Level::L2M).index(gfn))
+    }
+
+    /// The places in `table` of the leaves of `level` that map `span`, each with its first frame.
+    #[inline]
+    pub(crate) fn parts(
+        table: TableId,
+        span: GfnRange,
+        level: Level,
+    ) -> impl Iterator<Item = (Self, Gfn)> {
+        let place = move |(index, gfn)| (Self::new(table, index), gfn);
+        Index::all().zip(span.steps(level)).map(place)
     }
 
     /// The table it is in.

@@ -7,6 +7,7 @@
 //! | `walk` | what the hardware does: translates, sets A and D, without a lock |
 //! | `cursor` | the lock: the only way to change a mapping |
 //! | `map` `unmap` `protect` `age` `split` `collapse` | one operation each |
+//! | `gib` | leaves of 1 GiB: the same operations, under a cursor over all of the 1 GiB |
 //! | `pml` | the log of a walk: the pages whose D it sets |
 //! | `dirty` | clears and sets D independently of W; sets W without a lock |
 //! | `change` | the functions that change an entry: they count it, and assert that it is legal |
@@ -30,6 +31,7 @@ mod dirty;
 mod entry;
 mod flush;
 mod format;
+mod gib;
 mod map;
 mod pml;
 mod protect;

@@ -37,8 +37,8 @@ pub enum MapError {
         /// Its level.
         level: Level,
     },
-    /// The leaf has 1 GiB. It would span many blocks, and a fault locks only one.
-    #[error("leaves of {0:?} can be walked but not mapped: map 2 MiB leaves")]
+    /// The leaf has 1 GiB: [`Cursor::map_gib`] maps it, under a cursor over all of its blocks.
+    #[error("a leaf of {0:?} is not mapped under the lock of one block: map a 2 MiB leaf")]
     Level(Level),
 }
 
@@ -61,8 +61,8 @@ pub enum Mapped {
 }
 
 impl Mapped {
-    /// The place of the leaf. If a 2 MiB leaf grants the requested 4 KiB leaf, this is the place of
-    /// the 2 MiB leaf.
+    /// The place of the leaf. If a larger leaf grants the requested leaf, this is the place of the
+    /// larger one.
     pub const fn at(self) -> EntryRef {
         match self {
             Self::New(at) | Self::Upgraded(at) | Self::Spurious(at) | Self::Split(at) => at,
@@ -99,7 +99,8 @@ enum AtPlace {
 
 /// Why a leaf cannot simply have its own entry.
 enum Detour {
-    /// A 2 MiB leaf, at this place, maps the same frame.
+    /// A larger leaf, at this place, maps the same frame. If it is a 1 GiB leaf, it grants the
+    /// access: a cursor over one block cannot split it.
     Inside(EntryRef),
     /// The leaf cannot be mapped.
     No(MapError),
@@ -119,9 +120,9 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         }
     }
 
-    /// Finds the place of `leaf` at `gfn`, and adds the missing tables. The place of a 4 KiB leaf
-    /// may be inside a 2 MiB leaf over the same frame: if that grants the access, it is used; if
-    /// not, the commit splits it.
+    /// Finds the place of `leaf` at `gfn`, and adds the missing tables. The place of a leaf may be
+    /// inside a larger leaf over the same frame: if that grants the access, it is used. If not, the
+    /// commit splits a 2 MiB leaf, and a 1 GiB leaf is in the way ([`MapError::Occupied`]).
     ///
     /// # Errors
     /// [`MapError::Exhausted`]: finish flushes, or give the VM more tables. The other errors are
@@ -188,7 +189,10 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         match self.stage2.read(at) {
             Entry::Table(below) => Ok(below),
             Entry::Absent => self.link(at, gfn).map_err(|error| Detour::No(error.into())),
-            Entry::Leaf(large) if large.level == Level::L2M && large.frame_of(gfn) == leaf.pfn => {
+            Entry::Leaf(large)
+                if large.frame_of(gfn) == leaf.pfn
+                    && (large.level == Level::L2M || large.covers(leaf)) =>
+            {
                 Err(Detour::Inside(at))
             }
             found => Err(Detour::No(occupied(gfn, leaf, found))),
@@ -220,7 +224,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
     /// Links an empty table at `at`, or uses the table that a cursor with another range lock has
     /// linked meanwhile.
     #[cold]
-    fn link(&self, at: EntryRef, gfn: Gfn) -> Result<TableId, Exhausted> {
+    pub(crate) fn link(&self, at: EntryRef, gfn: Gfn) -> Result<TableId, Exhausted> {
         let new = self.stage2.arena.alloc()?;
         match self
             .stage2
@@ -281,7 +285,12 @@ fn install<F: TableFormat>(stage2: &Stage2<F>, way: Way, gfn: Gfn, wanted: Leaf)
 
 /// Maps `wanted` at `at`. If a leaf of the same frame is there, gives it the rights of both.
 #[inline(never)]
-fn join<F: TableFormat>(stage2: &Stage2<F>, at: EntryRef, gfn: Gfn, wanted: Leaf) -> Mapped {
+pub(crate) fn join<F: TableFormat>(
+    stage2: &Stage2<F>,
+    at: EntryRef,
+    gfn: Gfn,
+    wanted: Leaf,
+) -> Mapped {
     let found = stage2.update(at, gfn, |found| match found {
         Entry::Leaf(present) => Entry::Leaf(present.merged(wanted)),
         _ => Entry::Leaf(wanted),

@@ -1,4 +1,4 @@
-//! Splits a 2 MiB leaf to a table of 512 leaves: the same translation, so no flush is needed.
+//! Splits a large leaf to a table of 512 leaves: the same translation, so no flush is needed.
 //!
 //! ```text
 //! a table, not yet linked: 512 leaves with the large leaf's frames, rights, A and D
@@ -14,22 +14,24 @@
 use crate::format::Height;
 use crate::{Cursor, Entry, EntryRef, Leaf, Stage2, TableFormat};
 use lacuna_addr::{Gfn, GfnRange, Level};
-use lacuna_tables::{Exhausted, TableId};
+use lacuna_tables::{Exhausted, Index, TableId};
 
 /// The result of a split.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use = "512 new leaves must enter the reverse map"]
 pub struct Split {
-    /// The first guest frame of the block.
+    /// The first guest frame of the large leaf.
     pub gfn: Gfn,
     /// The large leaf as it was when the table replaced it, with its last A and D.
     pub leaf: Leaf,
-    /// The place of the first frame's leaf; [`EntryRef::beside`] gives the others.
+    /// The place of the first frame's leaf. [`EntryRef::beside`] gives the others, or
+    /// [`EntryRef::beside_block`] after the split of a 1 GiB leaf.
     pub first: EntryRef,
 }
 
 impl<F: TableFormat> Cursor<'_, F> {
-    /// Splits the 2 MiB leaf that maps `gfn`; `None` if there is none.
+    /// Splits the 2 MiB leaf that maps `gfn`; `None` if there is none. A 1 GiB leaf stays: see
+    /// [`Cursor::split_gib`].
     ///
     /// # Errors
     /// [`Exhausted`]: no table page is free, and nothing has changed.
@@ -67,18 +69,18 @@ impl<F: TableFormat> Cursor<'_, F> {
         Ok(())
     }
 
-    /// Splits the 2 MiB leaf at `at`, which maps `gfn`, into the new `table`.
+    /// Splits the large leaf at `at`, which maps `gfn`, into the new `table`.
     pub(crate) fn split_into(&self, at: EntryRef, gfn: Gfn, table: TableId) -> Split {
-        let block = gfn.block().range();
         loop {
             let Entry::Leaf(leaf) = self.stage2.read(at) else {
-                unreachable!("only a cursor over the block removes its leaf")
+                unreachable!("only a cursor over the leaf removes it")
             };
-            if self.stage2.link_split(at, block, leaf, table).is_ok() {
+            let span = leaf.span(gfn);
+            if self.stage2.link_split(at, span, leaf, table).is_ok() {
                 return Split {
-                    gfn: block.start(),
+                    gfn: span.start(),
                     leaf,
-                    first: EntryRef::page_of(table, block.start()),
+                    first: EntryRef::new(table, Index::truncate(0)),
                 };
             }
         }

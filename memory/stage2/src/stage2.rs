@@ -6,8 +6,9 @@ use crate::format::block_numbers;
 use crate::{Counts, EntryRef, Ept, TableFormat};
 use lacuna_addr::{Gfn, GfnRange};
 use lacuna_sync::shim::AtomicU64;
-use lacuna_sync::{InvalidateSeq, RangeLocks};
+use lacuna_sync::{InvalidateSeq, Mutex, RangeLocks, lock_order};
 use lacuna_tables::{Arena, Exhausted, TableId};
+use std::collections::HashMap;
 use std::marker::PhantomData;
 
 /// The tables of one VM, in the format `F`, with the locks over them.
@@ -20,6 +21,8 @@ pub struct Stage2<F = Ept> {
     pub(crate) range_locks: RangeLocks,
     /// What is mapped: one share for each range lock, written under that lock.
     pub(crate) counts: Box<[RangeCounts]>,
+    /// For each 1 GiB leaf: the table for its split.
+    pub(crate) deposits: Mutex<HashMap<EntryRef, TableId>, lock_order::DepositedTables>,
     format: PhantomData<F>,
 }
 
@@ -55,6 +58,7 @@ impl<F: TableFormat> Stage2<F> {
             counts: (0..Stage2::RANGE_LOCKS)
                 .map(|_| RangeCounts::default())
                 .collect(),
+            deposits: Mutex::new(HashMap::new()),
             format: PhantomData,
         })
     }
@@ -64,6 +68,11 @@ impl<F: TableFormat> Stage2<F> {
     #[inline]
     pub fn invalidate_seq(&self, gfn: Gfn) -> InvalidateSeq {
         self.range_locks.invalidate_seq(gfn.block().get())
+    }
+
+    /// As [`Stage2::invalidate_seq`], for all of `range`: for a cursor over that range.
+    pub fn invalidate_seq_of(&self, range: GfnRange) -> InvalidateSeq {
+        self.range_locks.invalidate_seq_of(block_numbers(range))
     }
 
     /// Locks the block of 512 frames around `gfn`. Allocates nothing.

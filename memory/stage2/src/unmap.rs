@@ -12,7 +12,7 @@
 
 use crate::format::Height;
 use crate::{Cursor, Entry, EntryRef, Flush, Leaf, TableFormat};
-use lacuna_addr::{Gfn, GfnRange};
+use lacuna_addr::{Gfn, GfnRange, Level};
 use lacuna_sync::shim::Ordering;
 use lacuna_tables::TableId;
 
@@ -94,6 +94,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         };
         let span = leaf.span(gfn);
         self.assert_holds_large(leaf, span);
+        self.give_deposit(at, leaf);
         let mut flush = self.flush();
         flush.add_stale(span);
         Some((
@@ -119,8 +120,8 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
 
     /// A 2 MiB leaf is one block, so a cursor that holds one of its frames holds all of them.
     #[inline]
-    fn assert_holds_large(&self, leaf: Leaf, span: GfnRange) {
-        if leaf.level == lacuna_addr::Level::L1G {
+    pub(crate) fn assert_holds_large(&self, leaf: Leaf, span: GfnRange) {
+        if leaf.level == Level::L1G {
             self.assert_holds_all(span);
         }
     }
@@ -197,6 +198,7 @@ impl<F: TableFormat> Sweep<'_, '_, F> {
     fn report(&mut self, at: EntryRef, span: GfnRange, old: Entry) {
         if let Entry::Leaf(leaf) = old {
             let gfn = span.start();
+            self.cursor.give_deposit(at, leaf);
             self.flush.add_stale(span);
             (self.removed)(Removed { gfn, at, leaf });
         }

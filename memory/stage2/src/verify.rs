@@ -3,7 +3,8 @@
 
 use crate::format::Height;
 use crate::{Counts, Cursor, Entry, EntryRef, Leaf, Stage2, TableFormat};
-use lacuna_addr::{Gfn, GfnRange};
+use lacuna_addr::{Gfn, GfnRange, Level};
+use lacuna_sync::lock;
 use lacuna_tables::TableId;
 use std::collections::HashSet;
 
@@ -33,7 +34,8 @@ impl<F: TableFormat> Cursor<'_, F> {
     /// Asserts that
     /// * every leaf is valid, and has the level of its table's height;
     /// * no entry is frozen;
-    /// * every table is reachable exactly once, or unlinked and waiting for a shoot-down;
+    /// * every table is reachable exactly once, or deposited for a 1 GiB leaf, or unlinked and
+    ///   waiting for a shoot-down;
     /// * the running counts are right.
     ///
     /// Calls `each` with each leaf and its first frame, and returns the counts. They stay right
@@ -56,8 +58,14 @@ impl<F: TableFormat> Cursor<'_, F> {
             self.stage2.counts(),
             "the entries found and the running counts differ"
         );
+        let deposits = lock(&self.stage2.deposits).len();
         assert_eq!(
-            census.seen.len(),
+            deposits as u64,
+            census.counts.of(Level::L1G),
+            "1 GiB leaves and deposited tables differ"
+        );
+        assert_eq!(
+            census.seen.len() + deposits,
             self.stage2.arena.usage().in_use as usize,
             "tables that are in use and tables that can be reached differ"
         );

@@ -9,6 +9,8 @@
 mod ept {
     type Stage2 = lacuna_stage2::Stage2<lacuna_stage2::Ept>;
 
+    #[path = "gib.rs"]
+    mod gib;
     #[path = "pml.rs"]
     mod pml;
     #[path = "refusals.rs"]
@@ -25,6 +27,8 @@ mod ept {
 mod arm64 {
     type Stage2 = lacuna_stage2::Stage2<lacuna_stage2::Arm64>;
 
+    #[path = "gib.rs"]
+    mod gib;
     #[path = "pml.rs"]
     mod pml;
     #[path = "refusals.rs"]
