@@ -26,7 +26,7 @@ use lacuna_addr::{
 };
 use lacuna_host::{
     Background, Host, HostConfig, HostError, HugePages, Io, Latency, LinuxBacking, MemoryKind,
-    MmuNotifier, PageSource, PerCpuPages, Resolution, SourcePage, Swap, Touched,
+    MmuNotifier, PageSource, PerCpuPages, Resolution, SourcePage, Swap, Touched, linux_room,
 };
 use lacuna_machine::{External, HandlerRegion, Layout};
 use lacuna_sync::{HostClock, LatencySetting};
@@ -177,7 +177,7 @@ impl Memory {
         } = config;
         // Nothing is swapped out. The manager needs a device and a few frames all the same.
         let budget = Host::minimum_budget(1);
-        let room = size.get().next_multiple_of(Level::L2M.pages());
+        let room = linux_room(backing.page_size(), [size]);
         let host = HostConfig {
             budget,
             huge: HugePages::Never,
@@ -185,7 +185,7 @@ impl Memory {
             io: Io::Threads { readers: 1 },
             clock: Arc::new(HostClock::default()),
         };
-        let host = Host::with_linux_memory(host, PageCount::new(room))?;
+        let host = Host::with_linux_memory(host, room)?;
         let touched = match tracker {
             Tracker::Kvm => Touched::Sleeps,
             Tracker::Pagemap => Touched::SleepsAndRecords,

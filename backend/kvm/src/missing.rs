@@ -9,9 +9,9 @@ use crate::provider::Provider;
 use crate::slots::KvmSlot;
 use crate::vcpu::{Faulted, Register, Vcpu};
 use crate::vm::Vm;
-use lacuna_addr::{Access, GfnRange, Gpa, Hva, HvaRange, Level, PAGE_SIZE, PageCount};
+use lacuna_addr::{Access, GfnRange, Gpa, Hva, HvaRange, PAGE_SIZE, PageCount};
 use lacuna_apf::Completion;
-use lacuna_host::{Host, HostError, SharedMemory};
+use lacuna_host::{Host, HostError};
 use lacuna_machine::{
     Exit, FailureKind, FaultToken, MemoryError, MemoryFaultFlags, MissingMemory, Provided,
     ReadyOutcome, TokenError, VcpuError,
@@ -280,9 +280,7 @@ pub(crate) fn backing(gpa: Gpa, error: &HostError) -> MemoryError {
 
 impl MissingMemory for Vm {
     fn unit(&self) -> PageCount {
-        let shared = self.memory.backing.shared();
-        let is_huge = shared.is_some_and(SharedMemory::is_huge);
-        PageCount::new(if is_huge { Level::L2M.pages() } else { 1 })
+        PageCount::new(self.memory.backing.page_size().pages())
     }
 
     fn make_missing(&self, gfns: GfnRange) -> Result<(), MemoryError> {

@@ -4,11 +4,11 @@ use crate::error::SoftError;
 use crate::seeded::{SimulatedVm, Simulator, SimulatorConfig, Trace};
 use crate::stall::Stalls;
 use crate::vm::{BootMemory, Vm, check_vcpus};
-use lacuna_addr::{Level, PageCount};
+use lacuna_addr::PageCount;
 use lacuna_apf::Stats as ApfStats;
 use lacuna_host::{
     Host, HostConfig, HostError, HostStats, HugePages, Io, Latency, LatencySetting, LinuxBacking,
-    MemoryKind, PageSource, Swap, SwapStore,
+    MemoryKind, PageSource, Swap, SwapStore, linux_room,
 };
 use lacuna_machine::{
     Apf, Arch, Builder as _, Console, CpuModel, Delivery, Detection, Ending, Image, Layout,
@@ -156,10 +156,12 @@ impl VmBuilder {
         let is_linux = self.backing.is_some() || self.memory_kind != MemoryKind::Budget;
         match Layout::of(self.arch, self.memory) {
             Ok(layout) if is_linux => {
+                let page = match &self.backing {
+                    Some(backing) => backing.page_size(),
+                    None => self.memory_kind.page_size(),
+                };
                 let slots = layout.ranges().iter();
-                // Each slot has a region of whole blocks.
-                let pages = slots.map(|slot| slot.pages().next_multiple_of(Level::L2M.pages()));
-                PageCount::new(pages.sum())
+                linux_room(page, slots.map(|slot| PageCount::new(slot.pages())))
             }
             // An impossible layout is refused when the VM is made.
             _ => PageCount::new(0),

@@ -264,8 +264,8 @@ impl Vm {
 
 impl MissingMemory for Vm {
     fn unit(&self) -> PageCount {
-        let is_huge = self.shared_memory().is_some_and(SharedMemory::is_huge);
-        PageCount::new(if is_huge { Level::L2M.pages() } else { 1 })
+        let page = self.shared_memory().map(SharedMemory::page_size);
+        PageCount::new(page.unwrap_or(Level::L4K).pages())
     }
 
     fn make_missing(&self, gfns: GfnRange) -> Result<(), MemoryError> {

@@ -229,10 +229,8 @@ impl Vm {
             .lock()
             .expect("no panic under this lock")
             .clone();
-        let page = match self.shared_memory().is_some_and(SharedMemory::is_huge) {
-            true => Level::L2M,
-            false => Level::L4K,
-        };
+        let shared = self.shared_memory();
+        let page = shared.map_or(Level::L4K, SharedMemory::page_size);
         let mut regions = Vec::with_capacity(backing.len());
         let mut first = SourcePage(0);
         for (_, range) in backing {

@@ -161,11 +161,16 @@ impl Record {
     /// Puts zeros in place of the page at `address`, which lies in the range.
     fn replace(&self, address: usize) -> bool {
         let page = (address - self.start) / PAGE_SIZE;
-        // A huge page of hugetlbfs is replaced as a whole.
-        let huge = page / HUGE * HUGE;
-        let is_aligned = (self.start / PAGE_SIZE).is_multiple_of(HUGE);
+        // A huge page of hugetlbfs is replaced as a whole. The kernel refuses a part of it.
+        let put_huge = |pages: usize| {
+            let first = address / PAGE_SIZE / pages * pages;
+            let first = first.checked_sub(self.start / PAGE_SIZE);
+            let first = first.filter(|first| first + pages <= self.pages);
+            first.is_some_and(|first| self.put_zeros(first, pages))
+        };
         self.put_zeros(page, 1)
-            || is_aligned && huge + HUGE <= self.pages && self.put_zeros(huge, HUGE)
+            || put_huge(HUGE)
+            || put_huge(HUGE * HUGE)
             // The process may have no mapping left to split. A mapping of the whole range needs
             // none; all pages of the range are lost then.
             || self.put_zeros(0, self.pages)

@@ -22,7 +22,8 @@ macro_rules! suite {
                 devices_come_and_go_beside_a_guest, a_panic_of_a_device_ends_the_run,
                 a_device_interrupts_from_its_write, a_device_moves_with_its_line;
             files:
-                a_shared_file_is_the_guests_memory, vms_share_the_pages_of_a_private_file,
+                a_shared_file_is_the_guests_memory, a_huge_page_of_1_gib_is_the_guests_memory,
+                vms_share_the_pages_of_a_private_file,
                 a_page_behind_the_end_of_a_file_is_lost;
             interrupts:
                 an_edge_is_one_interrupt_and_lost_if_masked,

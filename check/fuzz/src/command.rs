@@ -297,7 +297,14 @@ fn run_line(rng: &mut Rng, folder: &Path) -> Vec<String> {
 /// The kind of memory, and how much of it is resident. Mostly only one of the two, which exclude
 /// each other except in the pool.
 fn kind(rng: &mut Rng) -> Vec<String> {
-    let kinds = ["pool", "anonymous", "memfd", "hugetlbfs", "tape"];
+    let kinds = [
+        "pool",
+        "anonymous",
+        "memfd",
+        "hugetlbfs",
+        "hugetlbfs-1g",
+        "tape",
+    ];
     let resident = match rng.u8(..5) {
         0 => size(rng),
         _ => format!("{}M", rng.u32(2..48)),

@@ -5,13 +5,14 @@
 //!  seq                  max_level             Ready               lock, retry? install, rmap
 //! ```
 //! `max_level` is the largest leaf that the slot allows around the page; the host answers with the
-//! level of its frames. A 2 MiB leaf needs both. No function here sleeps, allocates on the resident
-//! path, or holds a lock while it asks the host.
+//! level of its frames. A 2 MiB leaf needs both. A 1 GiB leaf needs every range lock, so a fault
+//! that could have one begins again, out of line (`Mmu::map_gib`). No function here sleeps,
+//! allocates on the resident path, or holds a lock while it asks the host.
 
 use crate::dirty::Count;
 use crate::vcpu_mmu::Marker;
 use crate::{Mmu, MmuFormat, Rmap, VcpuMmu};
-use lacuna_addr::{Access, Gfn, Level, Pfn};
+use lacuna_addr::{Access, Gfn, GfnRange, Level, Pfn};
 use lacuna_host::{Frame, Host, LostPage, PerCpuPages, Resolution, Ticket};
 use lacuna_slots::{Reader, Slot, SlotFlags};
 use lacuna_stage2::{Exhausted, InvalidateSeq, Leaf};
@@ -58,6 +59,17 @@ pub enum Outcome {
 /// point.
 const ATTEMPTS: usize = 4;
 
+/// Why an attempt ended without an outcome.
+#[doc(hidden)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Again {
+    /// An invalidation began or ended near the page since the sequence was read, table pages became
+    /// free, or a 1 GiB leaf was split.
+    Changed,
+    /// The host has the 1 GiB around the page whole.
+    Gib,
+}
+
 /// The first stage of a fault. Each stage consumes the previous one, so the host is only asked for
 /// a page in a slot, and only a page of the host is mapped.
 #[derive(Clone, Copy)]
@@ -91,16 +103,26 @@ pub(crate) struct ResolvedPage {
     /// The 4 KiB leaf that maps the page.
     pub(crate) leaf: Leaf,
     /// [`Level::L2M`]: the host has the whole block around the page in one block of frames.
+    /// [`Level::L1G`]: it has the whole 1 GiB in consecutive frames.
     pub(crate) level: Level,
+}
+
+/// Why a page has no leaf that grants the access.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum NotInstalled {
+    /// No table is free.
+    Exhausted(Exhausted),
+    /// A 1 GiB leaf denies the access. The caller splits it, without a cursor, and tries again.
+    InGib,
 }
 
 impl<F: MmuFormat> Mmu<F> {
     /// Handles the violation of `access` at `gfn`. The calling vCPU may be online.
     #[inline]
     pub fn fault(&self, vcpu: &mut VcpuMmu, gfn: Gfn, access: Access) -> Outcome {
-        match self.attempt(vcpu, gfn, access) {
-            Some(outcome) => outcome,
-            None => F::fault_again(self, vcpu, gfn, access),
+        match self.attempt(vcpu, gfn, access, Gib::Try) {
+            Ok(outcome) => outcome,
+            Err(why) => F::fault_again(self, vcpu, gfn, access, why),
         }
     }
 
@@ -128,34 +150,67 @@ impl<F: MmuFormat> Mmu<F> {
     /// The attempts after the first. They are out of line: in a loop around all attempts, the
     /// compiler would compute and spill values for the second attempt in advance.
     #[inline(always)]
-    pub(crate) fn attempt_again(&self, vcpu: &mut VcpuMmu, gfn: Gfn, access: Access) -> Outcome {
+    pub(crate) fn attempt_again(
+        &self,
+        vcpu: &mut VcpuMmu,
+        gfn: Gfn,
+        access: Access,
+        why: Again,
+    ) -> Outcome {
+        if why == Again::Gib
+            && let Some(page) = self.map_gib(vcpu, gfn, access)
+        {
+            return Outcome::Mapped(page);
+        }
         (1..ATTEMPTS)
-            .find_map(|_| self.attempt(vcpu, gfn, access))
+            .find_map(|_| self.attempt(vcpu, gfn, access, Gib::Tried).ok())
             .unwrap_or(Outcome::Busy)
     }
 
-    /// `None`: begin again. An invalidation began or ended near the page since the sequence was
-    /// read, or table pages became free.
+    /// Maps the 1 GiB around `gfn` by one leaf. `None` if that is not possible now. This is a fault
+    /// of its own: its sequence is that of all range locks, and the host is asked again after that
+    /// is read.
     #[inline(always)]
-    fn attempt(&self, vcpu: &mut VcpuMmu, gfn: Gfn, access: Access) -> Option<Outcome> {
+    fn map_gib(&self, vcpu: &mut VcpuMmu, gfn: Gfn, access: Access) -> Option<Page> {
+        let gib = GfnRange::gib_of(gfn);
+        let seq = self.stage2.invalidate_seq_of(gib);
+        let fault = Fault { gfn, access, seq };
+        let found = fault.find_slot(&mut vcpu.reader)?;
+        let resolved = found.resolve_in(&self.host, &mut vcpu.cache).ok()?;
+        let PageFault { found, page } = resolved;
+        let mut cursor = self.stage2.cursor(gib);
+        let mapped = page.level == Level::L1G
+            && !cursor.invalidate_retry(seq)
+            && self.install_gib(&mut cursor, &found.slot.attach, page);
+        mapped.then(|| page.mapped_by(Level::L1G))
+    }
+
+    #[inline(always)]
+    fn attempt(
+        &self,
+        vcpu: &mut VcpuMmu,
+        gfn: Gfn,
+        access: Access,
+        gib: Gib,
+    ) -> Result<Outcome, Again> {
         let seq = self.stage2.invalidate_seq(gfn);
         if seq.invalidate_in_progress() {
-            return Some(Outcome::Busy);
+            return Ok(Outcome::Busy);
         }
         let fault = Fault { gfn, access, seq };
         let Some(mut found) = fault.find_slot(&mut vcpu.reader) else {
-            return Some(Outcome::Mmio);
+            return Ok(Outcome::Mmio);
         };
         if found.is_logged_write() {
             if let Some(page) = self.write_enabled(vcpu, gfn) {
-                return Some(Outcome::Mapped(page));
+                return Ok(Outcome::Mapped(page));
             }
             match fault.find_slot(&mut vcpu.reader) {
                 Some(again) => found = again,
-                None => return Some(Outcome::Mmio),
+                None => return Ok(Outcome::Mmio),
             }
         }
-        self.map_page(found, &mut vcpu.cache, &mut vcpu.marker)
+        self.map_page(found, &mut vcpu.cache, &mut vcpu.marker, gib)
     }
 
     #[inline(always)]
@@ -164,12 +219,14 @@ impl<F: MmuFormat> Mmu<F> {
         found: SlotFault<'_>,
         cache: &mut PerCpuPages,
         marker: &mut Marker,
-    ) -> Option<Outcome> {
+        gib: Gib,
+    ) -> Result<Outcome, Again> {
         let fault = found.fault;
         match found.resolve(&self.host, cache) {
-            Ok(resolved) => resolved.map(self, marker),
-            Err(Outcome::Lost(_)) if self.is_outdated(fault) => None,
-            Err(outcome) => Some(outcome),
+            Ok(resolved) if gib == Gib::Try && resolved.could_be_gib() => Err(Again::Gib),
+            Ok(resolved) => resolved.map(self, marker).ok_or(Again::Changed),
+            Err(Outcome::Lost(_)) if self.is_outdated(fault) => Err(Again::Changed),
+            Err(outcome) => Ok(outcome),
         }
     }
 
@@ -265,7 +322,26 @@ impl<'v> SlotFault<'v> {
     }
 }
 
+impl ResolvedPage {
+    /// The page, mapped by a leaf of `level`.
+    #[inline]
+    fn mapped_by(self, level: Level) -> Page {
+        Page {
+            pfn: self.leaf.pfn,
+            level,
+            writable: self.leaf.is_writable(),
+        }
+    }
+}
+
 impl PageFault<'_> {
+    /// Whether a 1 GiB leaf could map the page.
+    #[inline(always)]
+    fn could_be_gib(&self) -> bool {
+        let rmap = &self.found.slot.attach;
+        self.page.level == Level::L1G && rmap.has_gib(self.page.gfn) && !rmap.log().is_on()
+    }
+
     /// `None`: begin again.
     #[inline(always)]
     fn map<F: MmuFormat>(self, mmu: &Mmu<F>, marker: &mut Marker) -> Option<Outcome> {
@@ -283,13 +359,14 @@ impl PageFault<'_> {
                 if found.is_logged_write() {
                     marker.mark(found.slot, page.gfn, Count::Fault);
                 }
-                Some(Outcome::Mapped(Page {
-                    pfn: page.leaf.pfn,
-                    level,
-                    writable: page.leaf.is_writable(),
-                }))
+                Some(Outcome::Mapped(page.mapped_by(level)))
             }
-            Err(error) => {
+            Err(NotInstalled::InGib) => {
+                drop(cursor);
+                mmu.split_gib(&found.slot.attach, page.gfn);
+                None
+            }
+            Err(NotInstalled::Exhausted(error)) => {
                 drop(cursor);
                 match mmu.tables_to_come() {
                     Tables::Freed => None,
@@ -304,6 +381,15 @@ impl PageFault<'_> {
 #[inline]
 fn is_read_only(slot: &Slot<Rmap>) -> bool {
     slot.flags.contains(SlotFlags::READONLY)
+}
+
+/// Whether an attempt may end for a 1 GiB leaf.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Gib {
+    /// It may.
+    Try,
+    /// The fault has tried that: the page gets a smaller leaf.
+    Tried,
 }
 
 /// The outlook after all tables were in use.
@@ -358,7 +444,7 @@ mod tests {
         let found = fault.find_slot(reader).expect("the slot is there");
         delete(&mmu, id);
         mmu.host.remove_region(backing).expect("just added");
-        mmu.map_page(found, cache, marker)
+        mmu.map_page(found, cache, marker, Gib::Try).ok()
     }
 
     #[test]

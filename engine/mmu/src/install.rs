@@ -7,13 +7,15 @@
 //! 4 KiB               a huge leaf     the same if it grants the access; else split, one upgraded
 //! 2 MiB, allowed      nothing         a huge leaf
 //! 2 MiB, allowed      small leaves    collapsed in place to a huge one
+//! 1 GiB, allowed      any             `gib`
+//! any                 a 1 GiB leaf    the same if it grants the access; else it is split first
 //! ```
 //! The fault read the invalidation sequence; then the host reported that it has the block whole;
 //! then the cursor found the sequence unchanged. So no page of the block was moved in between, and
 //! its small leaves map the frames that a huge leaf maps. If they do not (a bug, or rights that
 //! cannot be combined), the page gets its small leaf.
 
-use crate::fault::ResolvedPage;
+use crate::fault::{NotInstalled, ResolvedPage};
 use crate::rmap::{BLOCK, Rmap};
 use crate::{InBlock, Mmu, MmuFormat};
 use lacuna_addr::{Gfn, Level, Pfn};
@@ -28,7 +30,7 @@ impl<F: MmuFormat> Mmu<F> {
         cursor: &mut Cursor<'_, F>,
         rmap: &Rmap,
         page: ResolvedPage,
-    ) -> Result<Level, Exhausted> {
+    ) -> Result<Level, NotInstalled> {
         let ResolvedPage { gfn, leaf, level } = page;
         // Read again under the range lock: `disallow_huge` may have visited this block after the
         // host's answer. While the slot logs, the first write to a huge leaf would mark 512 pages.
@@ -36,8 +38,11 @@ impl<F: MmuFormat> Mmu<F> {
             true => Level::L4K,
             false => rmap.max_level(gfn),
         };
-        if level.min(max_level) >= Level::L2M && F::install_huge(self, cursor, rmap, gfn, leaf)? {
-            return Ok(Level::L2M);
+        if level.min(max_level) >= Level::L2M {
+            let installed = F::install_huge(self, cursor, rmap, gfn, leaf);
+            if installed.map_err(NotInstalled::Exhausted)? {
+                return Ok(Level::L2M);
+            }
         }
         install_small(cursor, rmap, gfn, leaf)
     }
@@ -97,17 +102,21 @@ fn install_small<F: MmuFormat>(
     rmap: &Rmap,
     gfn: Gfn,
     leaf: Leaf,
-) -> Result<Level, Exhausted> {
+) -> Result<Level, NotInstalled> {
     match cursor.map(gfn, leaf) {
         Ok(Mapped::New(at)) => rmap.set_page(gfn, at),
         Ok(Mapped::Split(at)) => rmap.split(gfn, at),
         Ok(Mapped::Upgraded(_) | Mapped::Spurious(_)) => {
             return Ok(match rmap.block(gfn) {
                 InBlock::Huge(_) => Level::L2M,
-                InBlock::Nothing | InBlock::Small(_) => Level::L4K,
+                InBlock::Small(_) => Level::L4K,
+                InBlock::Nothing => Level::L1G,
             });
         }
-        Err(MapError::Exhausted(error)) => return Err(error),
+        Err(MapError::Exhausted(error)) => return Err(NotInstalled::Exhausted(error)),
+        Err(MapError::Occupied { .. }) if rmap.gib(gfn).is_some() => {
+            return Err(NotInstalled::InGib);
+        }
         Err(error) => unreachable!("the recheck admits no stale frame: {error}"),
     }
     Ok(Level::L4K)

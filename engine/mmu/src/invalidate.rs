@@ -13,7 +13,8 @@
 //! block to its own shoot-down (`Cursor::unsettled`).
 //!
 //! A huge leaf that reaches beyond the range is split in place, and only the part is unmapped. If
-//! no table is free for the split, the whole leaf is unmapped.
+//! no table is free for the split of a 2 MiB leaf, the whole leaf is unmapped. A 1 GiB leaf can
+//! always be split (`gib`).
 
 use crate::rmap::{BLOCK, Rmap, parts};
 use crate::{InBlock, Mmu, MmuFormat};
@@ -57,6 +58,8 @@ pub struct Invalidation<'m, F = Ept, C = ()> {
 pub(crate) struct Begun {
     first: Option<GfnRange>,
     more: Vec<GfnRange>,
+    /// Each 1 GiB whose leaf was unmapped: it has begun there once more, under all range locks.
+    pub(crate) gibs: Vec<GfnRange>,
 }
 
 /// A visit to a part of one block: its lock, and the results of the invalidation so far.
@@ -100,18 +103,18 @@ impl<F: MmuFormat> Mmu<F> {
     }
 }
 
-impl<F: MmuFormat, C: Counter> Invalidation<'_, F, C> {
+impl<'m, F: MmuFormat, C: Counter> Invalidation<'m, F, C> {
     #[inline]
     fn begin(
         &mut self,
         slots: &Snapshot<Rmap>,
         overlap: Overlap<'_, Rmap>,
-        unmap: &impl Fn(&Snapshot<Rmap>, &Arc<Slot<Rmap>>, GfnRange, &mut Visit<'_, '_, F, C>),
+        unmap: &impl Fn(&Snapshot<Rmap>, &Arc<Slot<Rmap>>, GfnRange, &mut Visit<'_, 'm, F, C>),
     ) {
         let Overlap { slot, gfns } = overlap;
         self.begun.push(gfns);
         for part in parts(gfns) {
-            let mut cursor = self.mmu.stage2.fault_cursor(part.start());
+            let mut cursor = self.block_cursor(&slot.attach, gfns, part.start());
             self.flush.join(cursor.unsettled());
             cursor.invalidate_begin();
             let mut visit = Visit {
@@ -235,6 +238,9 @@ impl Begun {
     pub(crate) fn admit_faults<F: MmuFormat>(&self, mmu: &Mmu<F>) {
         for part in self.iter().flat_map(parts) {
             mmu.stage2.fault_cursor(part.start()).invalidate_end();
+        }
+        for gib in &self.gibs {
+            mmu.stage2.cursor(*gib).invalidate_end();
         }
     }
 }

@@ -7,10 +7,15 @@ use lacuna_slots::Slot;
 use lacuna_stage2::{Cursor, Exhausted};
 
 impl<F: MmuFormat> Mmu<F> {
-    /// The largest leaf that the slots allow around `gfn`; `None` if there is no slot.
+    /// The largest leaf that the slots allowed around `gfn` a moment ago; `None` if there is no
+    /// slot.
     pub fn max_level(&self, gfn: Gfn) -> Option<Level> {
         let slots = self.slots.read();
-        slots.find(gfn).map(|slot| slot.attach.max_level(gfn))
+        let rmap = &slots.find(gfn)?.attach;
+        Some(match rmap.allows_gib(gfn) {
+            true => Level::L1G,
+            false => rmap.max_level(gfn),
+        })
     }
 
     /// From now on every mapped page of `gfns`, and of the blocks that `gfns` overlaps in part, has
@@ -63,6 +68,9 @@ impl<F: MmuFormat> Mmu<F> {
                 table.retire(&*self.qsbr);
             }
         });
+        for slot in self.slots.read().iter() {
+            self.collapse_gibs(slot, gfns);
+        }
     }
 
     /// The first frame of the block around `gfn`, if small leaves map all of it, a huge leaf is
@@ -76,12 +84,13 @@ impl<F: MmuFormat> Mmu<F> {
         const FULL: InBlock = InBlock::Small(Level::L2M.pages() as u32);
         let rmap = &slot.attach;
         (rmap.max_level(gfn) == Level::L2M && rmap.block(gfn) == FULL)
-            .then(|| self.host.compound_page(slot.backing_of(gfn)))
+            .then(|| self.host.huge_page(slot.backing_of(gfn)))
             .flatten()
+            .map(|block| block.pfn)
     }
 
     /// Calls `visit` for each block of a slot that `gfns` overlaps, with the slot and a frame of
-    /// the block, under the block's range lock.
+    /// the block, under the block's range lock. A 1 GiB leaf there is split first.
     fn each_block(
         &self,
         gfns: GfnRange,
@@ -89,7 +98,7 @@ impl<F: MmuFormat> Mmu<F> {
     ) {
         for slot in self.slots.read().iter() {
             for part in slot.gfns.intersect(gfns).into_iter().flat_map(parts) {
-                let mut cursor = self.stage2.fault_cursor(part.start());
+                let mut cursor = self.block_cursor(&slot.attach, part.start());
                 visit(&mut cursor, slot, part.start());
             }
         }

@@ -6,6 +6,7 @@
 //! | `fault` | from a stage-2 violation to an installed leaf, or to something to wait for |
 //! | `vcpu_mmu` | the MMU context of one vCPU, and how it marks the pages that it writes |
 //! | `install` | at which level a page is mapped, and what happens to existing leaves |
+//! | `gib` | leaves of 1 GiB |
 //! | `slow` | the rare ends of the fault path, compiled here for each table format |
 //! | `rmap` | from a page or block of a slot to its leaf |
 //! | `notifier` | the requests of the host's memory manager |
@@ -26,6 +27,7 @@
 
 mod dirty;
 mod fault;
+mod gib;
 mod install;
 mod invalidate;
 mod layout;

@@ -98,15 +98,24 @@ impl<F: MmuFormat> Mmu<F> {
         mut look: impl FnMut(&mut Cursor<'_, F>, EntryRef, Gfn) -> Age,
     ) -> bool {
         let mut young = false;
-        self.each_part(range, |cursor, rmap, part| {
-            rmap.leaves(&self.stage2, part, |at, gfn| {
-                young |= look(cursor, at, gfn) == Age::Young;
+        self.slots
+            .read()
+            .overlapping(range, |Overlap { slot, gfns }| {
+                for part in parts(gfns) {
+                    let (rmap, first) = (&slot.attach, part.start());
+                    let mut cursor = self.stage2.fault_cursor(first);
+                    let mut visit = |at, gfn| young |= look(&mut cursor, at, gfn) == Age::Young;
+                    match rmap.gib(first) {
+                        Some(at) => visit(at, first),
+                        None => _ = rmap.leaves(&self.stage2, part, visit),
+                    }
+                }
             });
-        });
         young
     }
 
-    /// Calls `visit` for each part of a block whose backing is in `range`, under its range lock.
+    /// Calls `visit` for each part of a block whose backing is in `range`, under its range lock. A
+    /// 1 GiB leaf there is split first.
     fn each_part<'s>(
         &'s self,
         range: BackingRange,
@@ -116,7 +125,7 @@ impl<F: MmuFormat> Mmu<F> {
             .read()
             .overlapping(range, |Overlap { slot, gfns }| {
                 for part in parts(gfns) {
-                    let mut cursor = self.stage2.fault_cursor(part.start());
+                    let mut cursor = self.block_cursor(&slot.attach, part.start());
                     visit(&mut cursor, &slot.attach, part);
                 }
             });

@@ -1,12 +1,16 @@
 //! The reverse map: from a guest frame of a slot to its leaf. Each slot has one.
 //!
 //! ```text
+//! gibs     [ at .. ][ nothing ]                                 one for each 1 GiB in the slot
 //! blocks   [ nothing ][ huge, at .. ][ 3 small, in this table ][ nothing ]   one for each 2 MiB
 //! ```
-//! An element has one of three states: nothing is mapped; one 2 MiB leaf, and its place; some 4 KiB
-//! leaves, their number and their table. All small leaves of a block are in one table, and a gfn
-//! determines the index. So the reverse map has no list of small leaves: code that needs the list
-//! reads the table. A split or a collapse changes 512 leaves, and still updates one element.
+//! An element of `gibs` is the place of a 1 GiB leaf. While there is one, its blocks have nothing;
+//! it changes only under a cursor over all of them. Other code calls `Mmu::block_cursor` first,
+//! which splits the leaf. An element of `blocks` has one of three states: nothing is mapped; one 2
+//! MiB leaf, and its place; some 4 KiB leaves, their number and their table. All small leaves of a
+//! block are in one table, and a gfn determines the index. So the reverse map has no list of small
+//! leaves: code that needs the list reads the table. A split or a collapse changes 512 leaves, and
+//! still updates one element.
 //!
 //! A table stays linked while leaves are in it. Code that unlinks a table, after an unmap of the
 //! whole table or a collapse, also removes its leaves from the reverse map, under the same lock. If
@@ -20,7 +24,7 @@
 //! differently, no block of the slot has one. The *disallow count* of a block contains these
 //! reasons for the life of the slot. Code that needs 4 KiB leaves for a while increments the count.
 //!
-//! The reverse map takes 12 bytes for each block ([`Rmap::bytes`]).
+//! The reverse map takes 12 bytes for each block, and 4 for each 1 GiB ([`Rmap::bytes`]).
 
 use crate::dirty::SlotLog;
 use lacuna_addr::{
@@ -33,6 +37,8 @@ use std::sync::Arc;
 
 /// Pages in a block.
 pub(crate) const BLOCK: u64 = Level::L2M.pages();
+/// Pages in 1 GiB.
+const GIB: u64 = Level::L1G.pages();
 
 /// The places of one slot's leaves.
 pub struct Rmap {
@@ -40,6 +46,11 @@ pub struct Rmap {
     first: BlockNumber,
     /// One element for each block with frames of the slot, from `first` on.
     blocks: Box<[Block]>,
+    /// The number of the first 1 GiB of guest frames that is wholly in the slot.
+    first_gib: u64,
+    /// One element for each 1 GiB wholly in the slot, from `first_gib` on: the place of its leaf,
+    /// zero if it has none. Empty if guest frames and backing are aligned differently.
+    gibs: Box<[AtomicU32]>,
     /// The slot's dirty log.
     log: Arc<SlotLog>,
 }
@@ -88,17 +99,26 @@ impl Rmap {
 
     /// An empty map for a slot that keeps this log.
     pub(crate) fn with_log(gfns: GfnRange, backing: BackingRange, log: Arc<SlotLog>) -> Self {
-        let alike = gfns.start().get() % BLOCK == backing.start().get() / PAGE_SIZE as u64 % BLOCK;
+        let first_page = backing.start().get() / PAGE_SIZE as u64;
+        let alike = |size| gfns.start().get() % size == first_page % size;
+        let blocks_alike = alike(BLOCK);
         let block = |number: BlockNumber| {
             let whole = gfns.intersect(number.range()) == Some(number.range());
             Block {
-                disallow: AtomicU32::new(if whole && alike { 0 } else { CUT }),
+                disallow: AtomicU32::new(if whole && blocks_alike { 0 } else { CUT }),
                 ..Block::default()
             }
+        };
+        let first_gib = gfns.start().get().div_ceil(GIB);
+        let gibs = match alike(GIB) {
+            true => (gfns.end_raw() / GIB).saturating_sub(first_gib),
+            false => 0,
         };
         Self {
             first: gfns.start().block(),
             blocks: gfns.blocks().map(block).collect(),
+            first_gib,
+            gibs: (0..gibs).map(|_| AtomicU32::new(0)).collect(),
             log,
         }
     }
@@ -111,7 +131,7 @@ impl Rmap {
 
     /// Bytes of metadata.
     pub fn bytes(&self) -> usize {
-        size_of_val(&*self.blocks)
+        size_of_val(&*self.blocks) + size_of_val(&*self.gibs)
     }
 
     /// The place of the entry for `gfn` in the block's table. The entry is a leaf, or empty. `None`
@@ -201,6 +221,10 @@ impl Rmap {
     #[inline]
     pub(crate) fn clear(&self, removed: &Removed) {
         let Removed { gfn, at, leaf } = *removed;
+        if leaf.level == Level::L1G {
+            debug_assert_eq!(self.gib(gfn), Some(at));
+            return self.store_gib(gfn, 0);
+        }
         let block = self.block_of(gfn);
         if leaf.level == Level::L4K {
             debug_assert_eq!(self.place(gfn), Some(at), "gfn {gfn}: another table");
@@ -284,6 +308,68 @@ impl Block {
         let bits = at.map_or(0, EntryRef::to_bits);
         self.at.store(bits, Ordering::Relaxed);
         self.small.store(small, Ordering::Relaxed);
+    }
+}
+
+impl Rmap {
+    /// The place of the 1 GiB leaf that maps `gfn`. It is stable while a range lock of that 1 GiB
+    /// is held.
+    #[inline]
+    pub(crate) fn gib(&self, gfn: Gfn) -> Option<EntryRef> {
+        EntryRef::from_bits(self.gib_word(gfn)?.load(Ordering::Relaxed))
+    }
+
+    /// Each 1 GiB of the slot that may have a leaf, and that `gfns` overlaps.
+    pub(crate) fn gibs(&self, gfns: GfnRange) -> impl Iterator<Item = GfnRange> {
+        let numbers = self.first_gib..self.first_gib + self.gibs.len() as u64;
+        let gib = |number| Some(GfnRange::gib_of(Gfn::new(number * GIB)?));
+        let all = numbers.filter_map(gib);
+        all.filter(move |gib| gib.intersect(gfns).is_some())
+    }
+
+    /// Whether a 1 GiB leaf could ever map `gfn`.
+    #[inline]
+    pub(crate) fn has_gib(&self, gfn: Gfn) -> bool {
+        self.gib_word(gfn).is_some()
+    }
+
+    /// Whether a 1 GiB leaf may map `gfn` now. The answer is stable only while the caller holds a
+    /// cursor over the 1 GiB. All methods below need one.
+    pub(crate) fn allows_gib(&self, gfn: Gfn) -> bool {
+        let mut blocks = GfnRange::gib_of(gfn).steps(Level::L2M);
+        self.has_gib(gfn) && blocks.all(|gfn| self.max_level(gfn) == Level::L2M)
+    }
+
+    /// A 1 GiB leaf was mapped, or its 2 MiB leaves were collapsed to it.
+    pub(crate) fn set_gib(&self, gfn: Gfn, at: EntryRef) {
+        for gfn in GfnRange::gib_of(gfn).steps(Level::L2M) {
+            let block = self.block_of(gfn);
+            debug_assert!(
+                !matches!(self.block(gfn), InBlock::Small(_)),
+                "gfn {gfn}: small leaves in a 1 GiB leaf"
+            );
+            block.set(None, 0);
+        }
+        self.store_gib(gfn, at.to_bits());
+    }
+
+    /// The 1 GiB leaf around `gfn` was split; `beside` is the place of one of the 2 MiB leaves.
+    pub(crate) fn split_gib(&self, gfn: Gfn, beside: EntryRef) {
+        for gfn in GfnRange::gib_of(gfn).steps(Level::L2M) {
+            self.set_huge(gfn, beside.beside_block(gfn));
+        }
+        self.store_gib(gfn, 0);
+    }
+
+    fn store_gib(&self, gfn: Gfn, bits: u32) {
+        let word = self.gib_word(gfn).expect("a 1 GiB of this slot");
+        word.store(bits, Ordering::Relaxed);
+    }
+
+    #[inline]
+    fn gib_word(&self, gfn: Gfn) -> Option<&AtomicU32> {
+        let index = (gfn.get() / GIB).wrapping_sub(self.first_gib);
+        self.gibs.get(index as usize)
     }
 }
 

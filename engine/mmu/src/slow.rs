@@ -6,15 +6,22 @@
 //! compiler would inline them nowhere. That cost 55 of the 2990 instructions of a first touch
 //! (callgrind).
 
+use crate::fault::Again;
 use crate::{Mmu, Outcome, Rmap, VcpuMmu};
 use lacuna_addr::{Access, Gfn};
 use lacuna_stage2::{Arm64, Cursor, Ept, Exhausted, Leaf, TableFormat};
 
 /// A table format of an [`Mmu`].
 pub trait MmuFormat: TableFormat + Sized {
-    /// The attempts of a fault after the first.
+    /// The attempts of a fault after the first, which ended because of `why`.
     #[doc(hidden)]
-    fn fault_again(mmu: &Mmu<Self>, vcpu: &mut VcpuMmu, gfn: Gfn, access: Access) -> Outcome;
+    fn fault_again(
+        mmu: &Mmu<Self>,
+        vcpu: &mut VcpuMmu,
+        gfn: Gfn,
+        access: Access,
+        why: Again,
+    ) -> Outcome;
 
     /// As [`Mmu::wait_for_page`].
     #[doc(hidden)]
@@ -46,8 +53,9 @@ macro_rules! compiled_here {
                 vcpu: &mut VcpuMmu,
                 gfn: Gfn,
                 access: Access,
+                why: Again,
             ) -> Outcome {
-                mmu.attempt_again(vcpu, gfn, access)
+                mmu.attempt_again(vcpu, gfn, access, why)
             }
 
             #[cold]

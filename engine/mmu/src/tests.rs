@@ -1,4 +1,4 @@
-//! Leaves of both levels, compared with a plain model and verified after every step, on each table
+//! Leaves of all levels, compared with a plain model and verified after every step, on each table
 //! format: each file below is compiled once for each. The host is not asked: page n of the backing
 //! is in frame n, and a test chooses the level of the host's answer. So a test can make every
 //! mixture of leaves.
@@ -13,6 +13,8 @@ pub(crate) mod ept {
 
     #[path = "tests/common.rs"]
     pub(crate) mod common;
+    #[path = "tests/gib.rs"]
+    mod gib;
     #[path = "tests/legality.rs"]
     mod legality;
     #[path = "tests/plain.rs"]
@@ -33,6 +35,8 @@ pub(crate) mod arm64 {
 
     #[path = "tests/common.rs"]
     pub(crate) mod common;
+    #[path = "tests/gib.rs"]
+    mod gib;
     #[path = "tests/legality.rs"]
     mod legality;
     #[path = "tests/plain.rs"]

@@ -14,7 +14,7 @@ impl<F: MmuFormat> Mmu<F> {
     /// # Panics
     /// If an invariant is broken. Every rmap word leads to leaves of its level, in the table that a
     /// walk reaches. Every leaf is in exactly one rmap. Small leaves are counted exactly. A huge
-    /// leaf is only in a block that allows it. Disallow counts are at least as large as the slot's
+    /// leaf is only where the slot allows it. Disallow counts are at least as large as the slot's
     /// place requires. D implies W. W implies D wherever no vCPU logs for a slot that logs. The
     /// tables are consistent in themselves.
     pub fn verify(&self) {
@@ -33,8 +33,9 @@ impl<F: MmuFormat> Mmu<F> {
                 "gfn {gfn}: W without D where no vCPU logs"
             );
         });
-        let (mut small, mut huge) = (0, 0);
+        let (mut small, mut huge, mut gibs) = (0, 0, 0);
         for slot in slots.iter() {
+            gibs += self.verify_gibs(slot);
             let fresh = Rmap::new(slot.gfns, slot.backing);
             for part in parts(slot.gfns) {
                 slot.attach.assert_disallowed_like(&fresh, part.start());
@@ -50,6 +51,27 @@ impl<F: MmuFormat> Mmu<F> {
         }
         assert_eq!(small, leaves.of(Level::L4K), "small leaves in rmaps");
         assert_eq!(huge, leaves.of(Level::L2M), "huge leaves in rmaps");
+        assert_eq!(gibs, leaves.of(Level::L1G), "1 GiB leaves in rmaps");
+    }
+
+    /// Asserts that the slot's 1 GiB leaves agree with its reverse map. Returns their number.
+    fn verify_gibs(&self, slot: &Slot<Rmap>) -> u64 {
+        let rmap = &slot.attach;
+        let mut count = 0;
+        for gib in rmap.gibs(slot.gfns) {
+            let Some(at) = rmap.gib(gib.start()) else {
+                continue;
+            };
+            assert_eq!(self.stage2.find(gib.start()), Some(at), "rmap of {gib:?}");
+            assert!(rmap.allows_gib(gib.start()), "{gib:?}");
+            let mut blocks = gib.steps(Level::L2M);
+            assert!(
+                blocks.all(|gfn| rmap.block(gfn) == InBlock::Nothing),
+                "{gib:?}: leaves in a 1 GiB leaf"
+            );
+            count += 1;
+        }
+        count
     }
 
     /// Asserts that the slot's leaves in `part`, in one block, agree with its reverse map. Does not
@@ -72,10 +94,9 @@ impl<F: MmuFormat> Mmu<F> {
                 }
                 assert_eq!(mapped, count, "{part:?}: small leaves");
             }
+            // One entry translates the whole block.
             InBlock::Huge(at) => {
-                for gfn in part.iter() {
-                    assert_eq!(self.stage2.find(gfn), Some(at), "rmap of {part:?}");
-                }
+                assert_eq!(self.stage2.find(part.start()), Some(at), "rmap of {part:?}");
             }
         }
         block

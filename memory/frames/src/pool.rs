@@ -4,7 +4,9 @@
 //! mapped ....[base, 2 MiB aligned ..................)[2 MiB aligned ................)....
 //!            | frame 0 | frame 1 | ...    the budget | Linux memory, if any is wanted |
 //! ```
-//! The mapping is made 2 MiB longer than needed, so that frame 0 can begin on a huge page.
+//! The mapping is made 2 MiB longer than needed, so that frame 0 can begin on a huge page. With
+//! 1 GiB of Linux memory or more, it is aligned to 1 GiB instead: then a frame number that is a
+//! multiple of 1 GiB has such an address.
 //!
 //! Linux memory has the frame numbers after the budget's, in the same range of addresses (`linux`).
 //! So any frame number becomes an address with one comparison. Every address of the range is always
@@ -21,7 +23,7 @@ mod linux;
 use crate::block_word::BlockNo;
 use crate::error::MapFailed;
 use crate::page_no::BLOCK;
-use lacuna_addr::{Hva, HvaRange, PAGE_SIZE, PageCount, Pfn, aligned_piece};
+use lacuna_addr::{Hva, HvaRange, Level, PAGE_SIZE, PageCount, Pfn, aligned_piece};
 use lacuna_swap::Page;
 use lacuna_sys::TakenPages;
 use rustix::io::Errno;
@@ -113,7 +115,11 @@ impl Pool {
                 MapFlags::PRIVATE | MapFlags::NORESERVE,
             ),
         };
-        let map_len = end * PAGE_SIZE + HUGE;
+        let align = match linux >= Level::L1G.pages() as usize {
+            true => Level::L1G.bytes() as usize,
+            false => HUGE,
+        };
+        let map_len = end * PAGE_SIZE + align;
         let failed = |e: Errno| MapFailed {
             bytes: (end * PAGE_SIZE) as u64,
             reason: e.to_string(),
@@ -122,7 +128,7 @@ impl Pool {
         let map = unsafe { mmap_anonymous(null_mut(), map_len, READ_WRITE, flags) }
             .map_err(failed)?
             .cast::<u8>();
-        let base = map.wrapping_add(map.align_offset(HUGE));
+        let base = map.wrapping_add(map.align_offset(align));
         let base = NonNull::new(base).expect("a mapping does not begin at zero");
         let mut pool = Self {
             map,

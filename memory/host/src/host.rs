@@ -15,9 +15,7 @@ use crate::ticket::Ticket;
 use lacuna_addr::{
     BackingAddr, BackingRange, HvaRange, Level, PageCount, Pfn, room_for, room_for_threads,
 };
-use lacuna_frames::{
-    BLOCK, BudgetFrames, Desc, FramePtr, Frames, MAX_FRAMES, PageBlockState, PageNo, Pool,
-};
+use lacuna_frames::{BLOCK, BudgetFrames, Desc, FramePtr, Frames, MAX_FRAMES, PageNo, Pool};
 use lacuna_linux::{LinuxAddresses, LinuxError};
 use lacuna_source::{PageSource, SourcePage};
 use lacuna_swap::{SwapMap, SwapStore};
@@ -230,17 +228,6 @@ impl Host {
     #[inline]
     pub fn frame(&self, pfn: Pfn) -> FramePtr<'_> {
         self.core.frames.pool.frame(pfn)
-    }
-
-    /// The first frame of `addr`'s compound page, if there is one. It may be split a moment later;
-    /// the split calls its notifier's [`MmuNotifier::split_huge`].
-    pub fn compound_page(&self, addr: BackingAddr) -> Option<Pfn> {
-        let page = PageNo::of(addr);
-        let region = self.core.regions.find(page)?;
-        match region.block_word(page)?.load() {
-            PageBlockState::Compound { block } => Some(block.frame(0)),
-            _ => None,
-        }
     }
 
     /// Prefetches the descriptor of frame `pfn`, because [`Host::mark_dirty`] will follow soon.

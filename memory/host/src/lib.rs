@@ -57,6 +57,7 @@ pub use io::{Arrivals, Io, fine_sleeps};
 pub use lacuna_frames::{FramePtr, MapFailed};
 pub use lacuna_linux::{
     LinuxBacking, LinuxError, MemoryKind, PrivateFile, SharedFill, SharedMemory, Touched,
+    linux_room,
 };
 pub use lacuna_source::{Answer, PageRequest, PageSource, SourcePage};
 pub use lacuna_swap::{

@@ -275,7 +275,9 @@ impl Regions {
             return Err(HostError::BadRegion(pages));
         }
         let words = empty_words(pages)?;
-        let first = PageNo::new(numbers.next_page);
+        // A huge page of hugetlbfs begins at a multiple of its size.
+        let unit = linux.as_ref().map_or(1, LinuxMemory::unit);
+        let first = PageNo::new(numbers.next_page.next_multiple_of(unit));
         numbers.next_page = (first.get() + pages.get() + 1).next_multiple_of(BLOCK as u64);
         let mut list = self.list.write().unwrap_or_else(PoisonError::into_inner);
         let same = list

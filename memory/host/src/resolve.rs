@@ -20,8 +20,8 @@ use std::sync::atomic::Ordering;
 pub struct Frame {
     /// The frame of this very page.
     pub pfn: Pfn,
-    /// [`Level::L2M`]: the whole 2 MiB block around the page, as the region numbers pages, is in
-    /// one aligned block of frames, and may be mapped as one.
+    /// Above [`Level::L4K`]: all of the 2 MiB or 1 GiB around the page, as the region numbers
+    /// pages, is in consecutive frames that are aligned alike, and may be mapped as one.
     pub level: Level,
 }
 
@@ -78,6 +78,23 @@ impl Host {
         );
         self.core
             .resolve(PageNo::of(addr), access, max_level, cache)
+    }
+
+    /// The first frame of `addr`'s block, and the size of its huge page, if it is in one. A
+    /// compound page may be split a moment later; the split calls its notifier's
+    /// [`MmuNotifier::split_huge`]. A huge page of hugetlbfs stays whole.
+    pub fn huge_page(&self, addr: BackingAddr) -> Option<Frame> {
+        let page = PageNo::of(addr);
+        let region = self.core.regions.find(page)?;
+        let (pfn, level) = match region.block_word(page).map(BlockWord::load) {
+            Some(PageBlockState::Compound { block }) => (block.frame(0), Level::L2M),
+            Some(_) => return None,
+            None => {
+                let level = region.linux.as_ref()?.page_size();
+                (region.linux_frame(page.block_start())?, level)
+            }
+        };
+        (level > Level::L4K).then_some(Frame { pfn, level })
     }
 }
 

@@ -1,7 +1,7 @@
 //! The part of the addresses for Linux memory that each region has.
 
 use crate::error::LinuxError;
-use lacuna_addr::{PageCount, Pfn};
+use lacuna_addr::{Level, PageCount, Pfn};
 use lacuna_frames::{BLOCK, Pool};
 use lacuna_source::PageSource;
 use lacuna_sync::{Mutex, lock, lock_order};
@@ -29,13 +29,14 @@ struct Late {
 }
 
 impl LinuxAddresses {
-    /// Takes the first large enough gap. Each region begins with a block.
-    pub fn take(&self, pool: &Pool, pages: PageCount) -> Result<Pfn, LinuxError> {
+    /// Takes the first large enough gap, for pages of the size `page`. Each region begins with a
+    /// block, or with a page of 1 GiB.
+    pub fn take(&self, pool: &Pool, pages: PageCount, page: Level) -> Result<Pfn, LinuxError> {
         let all = pool.linux();
         let mut parts = lock(&self.0);
         let over = parts.give_late();
         let wanted = usize::try_from(pages.get()).unwrap_or(usize::MAX);
-        let found = match first_gap(&parts.used, all.clone(), wanted) {
+        let found = match first_gap(&parts.used, all.clone(), wanted, page) {
             Some(first) => {
                 let end = (first + wanted).next_multiple_of(BLOCK);
                 parts.used.insert(first, end);
@@ -95,12 +96,18 @@ impl Parts {
     }
 }
 
-fn first_gap(used: &BTreeMap<usize, usize>, all: Range<usize>, pages: usize) -> Option<usize> {
+fn first_gap(
+    used: &BTreeMap<usize, usize>,
+    all: Range<usize>,
+    pages: usize,
+    page: Level,
+) -> Option<usize> {
     let mut start = all.start;
     let ends = used.iter().map(|(&first, &end)| (first, end));
     for (first, end) in ends.chain([(all.end, all.end)]) {
-        if first.checked_sub(start)? >= pages {
-            return Some(start);
+        let aligned = start.next_multiple_of(page.pages() as usize);
+        if first.checked_sub(aligned).is_some_and(|room| room >= pages) {
+            return Some(aligned);
         }
         start = end;
     }
@@ -115,7 +122,7 @@ mod tests {
     fn gaps_are_found_and_given_back() {
         let pool = Pool::new(100, 4 * BLOCK).unwrap();
         let addresses = LinuxAddresses::default();
-        let take = |pages: usize| addresses.take(&pool, PageCount::new(pages as u64));
+        let take = |pages: usize| addresses.take(&pool, PageCount::new(pages as u64), Level::L4K);
         let at = |block: usize| Pfn::new((BLOCK * block) as u32);
         assert_eq!(take(BLOCK + 1), Ok(at(1)));
         assert_eq!(take(1), Ok(at(3)));

@@ -45,7 +45,8 @@ impl LinuxMemory {
         let Some((parts, shared)) = self.parts.as_ref().zip(self.backing.shared()) else {
             return false;
         };
-        let unit = HvaRange::new(self.hva(index - index % shared.unit), shared.unit);
+        let unit = shared.page_size().pages();
+        let unit = HvaRange::new(self.hva(index - index % unit), unit);
         let unit = unit.expect("in the region");
         parts.of(index).resume(unit) == Err(Errno::FAULT)
     }
@@ -95,7 +96,7 @@ impl LinuxMemory {
             return Ok(());
         };
         let page = PAGE_SIZE as u64;
-        shared.allocate((shared.first + index) * page, shared.unit * page)
+        shared.allocate((shared.first + index) * page, shared.page_size().bytes())
     }
 
     /// Maps the page that a fill has found, where the kernel does not.

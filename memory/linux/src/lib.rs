@@ -38,4 +38,4 @@ pub use handler::{FillHandler, Touch, Touching};
 pub use memory::{Filled, LinuxMemory, User};
 pub use parts::Touched;
 pub use private_file::PrivateFile;
-pub use shared_file::{LinuxBacking, MemoryKind, SharedFill, SharedMemory};
+pub use shared_file::{LinuxBacking, MemoryKind, SharedFill, SharedMemory, linux_room, reserve_of};

@@ -12,7 +12,7 @@ use crate::error::LinuxError;
 use crate::handler::FillHandler;
 use crate::parts::{Parts, Touched};
 use crate::shared_file::{LinuxBacking, SharedFill, SharedMemory, locked};
-use lacuna_addr::{Hva, HvaRange, PAGE_SIZE, PageCount, Pfn};
+use lacuna_addr::{Hva, HvaRange, Level, PAGE_SIZE, PageCount, Pfn};
 use lacuna_frames::Pool;
 use lacuna_sync::Striped;
 use lacuna_sys::{Errno, TakenPages, Userfaultfd, Waiters};
@@ -67,7 +67,7 @@ impl LinuxMemory {
     ) -> Result<Self, LinuxError> {
         assert!(pages.get() > 0, "a region has pages");
         let offset = filled.offset(&backing, pages)?;
-        let first = addresses.take(pool, pages)?;
+        let first = addresses.take(pool, pages, backing.page_size())?;
         let count = pages.get() as usize;
         let mapped = match &backing {
             LinuxBacking::Anonymous => Ok(()),
@@ -159,9 +159,16 @@ impl LinuxMemory {
         self.backing.is_file()
     }
 
+    /// The size of its pages.
+    pub fn page_size(&self) -> Level {
+        self.backing
+            .shared()
+            .map_or(Level::L4K, SharedMemory::page_size)
+    }
+
     /// The number of pages that are filled together: a huge page's pages, or one.
     pub fn unit(&self) -> u64 {
-        self.backing.shared().map_or(1, |shared| shared.unit)
+        self.page_size().pages()
     }
 
     /// Whether `pages` pages from `index` on are whole huge pages, if its pages are huge.

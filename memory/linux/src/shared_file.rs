@@ -23,6 +23,9 @@ pub enum MemoryKind {
     /// As `Shared`, in the machine's reserved huge pages of 2 MiB of hugetlbfs
     /// ([`SharedMemory::huge`]). The memory is a multiple of 2 MiB.
     Hugetlbfs,
+    /// As `Hugetlbfs`, in huge pages of 1 GiB. The memory is a multiple of 1 GiB, and has no page
+    /// source.
+    Hugetlbfs1G,
 }
 
 impl MemoryKind {
@@ -35,10 +38,31 @@ impl MemoryKind {
             Self::Budget => return Ok(None),
             Self::Linux => return Ok(Some(LinuxBacking::Anonymous)),
             Self::Shared => SharedMemory::new(pages, SharedFill::CopiedIn),
-            Self::Hugetlbfs => SharedMemory::huge(pages),
+            Self::Hugetlbfs => SharedMemory::huge(pages, Level::L2M),
+            Self::Hugetlbfs1G => SharedMemory::huge(pages, Level::L1G),
         };
         shared.map(|shared| Some(LinuxBacking::Shared(shared)))
     }
+
+    /// The size of its pages, if they are never smaller.
+    pub const fn page_size(self) -> Level {
+        match self {
+            Self::Budget | Self::Linux | Self::Shared => Level::L4K,
+            Self::Hugetlbfs => Level::L2M,
+            Self::Hugetlbfs1G => Level::L1G,
+        }
+    }
+}
+
+/// The Linux memory for which a host needs addresses, for regions of these numbers of pages, in
+/// pages of the size `page`.
+pub fn linux_room(page: Level, regions: impl IntoIterator<Item = PageCount>) -> PageCount {
+    // Each region begins with a block, or with a page of 1 GiB. The budget before them does not end
+    // there.
+    let align = page.max(Level::L2M).pages();
+    let whole = |pages: PageCount| pages.get().next_multiple_of(align);
+    let gap = if page == Level::L1G { align } else { 0 };
+    PageCount::new(regions.into_iter().map(whole).sum::<u64>() + gap)
 }
 
 /// What Linux memory is made of.
@@ -72,6 +96,14 @@ impl LinuxBacking {
         }
     }
 
+    /// The size of its pages.
+    pub const fn page_size(&self) -> Level {
+        match self {
+            Self::Shared(shared) => shared.page,
+            Self::Anonymous | Self::Private(_) => Level::L4K,
+        }
+    }
+
     /// Whether its pages may have content at first.
     pub const fn is_file(&self) -> bool {
         !matches!(self, Self::Anonymous)
@@ -95,8 +127,8 @@ pub struct SharedMemory {
     file: Arc<OwnedFd>,
     pub(super) first: u64,
     pub(super) fill: SharedFill,
-    /// The number of pages that one fill puts in place: more than one in huge pages of hugetlbfs.
-    pub(super) unit: u64,
+    /// The size of its pages: above 4 KiB in huge pages of hugetlbfs.
+    pub(super) page: Level,
     /// A write by other code to a page of the file may also put its neighbours in place, as zeros:
     /// the file is in a tmpfs with transparent huge pages.
     has_neighbours: bool,
@@ -121,33 +153,42 @@ impl SharedMemory {
             file: Arc::new(file),
             first: 0,
             fill,
-            unit: 1,
+            page: Level::L4K,
             has_neighbours: false,
         })
     }
 
-    /// A new file of `pages` pages of zeros, in reserved huge pages of 2 MiB. Adding a region of
-    /// the file takes its huge pages from the machine's reserve, so none is missing later. With a
-    /// page source, the 512 pages of a huge page are provided together.
+    /// A new file of `pages` pages of zeros, in reserved huge pages of the size `page`. Adding a
+    /// region of the file takes its huge pages from the machine's reserve, so none is missing
+    /// later. With a page source, the 512 pages of a huge page of 2 MiB are provided together. Huge
+    /// pages of 1 GiB have no source.
     ///
     /// # Errors
     /// The pages do not fill huge pages, or this machine has no such pages.
-    pub fn huge(pages: PageCount) -> Result<Self, LinuxError> {
-        let unit = Level::L2M.pages();
-        let refused = |errno| no_huge_pages(pages, errno);
+    ///
+    /// # Panics
+    /// If `page` is 4 KiB.
+    pub fn huge(pages: PageCount, page: Level) -> Result<Self, LinuxError> {
+        let unit = page.pages();
+        let refused = |errno| no_huge_pages(pages, page, errno);
         if !pages.get().is_multiple_of(unit) {
             return Err(LinuxError::SharedMemory {
                 reason: format!("{pages} pages do not fill huge pages of {unit}"),
             });
         }
-        let flags = MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+        let size = match page {
+            Level::L4K => panic!("a page of 4 KiB is not huge"),
+            Level::L2M => MemfdFlags::HUGE_2MB,
+            Level::L1G => MemfdFlags::HUGE_1GB,
+        };
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | size;
         let file = memfd_create("lacuna-huge", flags).map_err(refused)?;
         ftruncate(&file, pages.bytes()).map_err(refused)?;
         Ok(Self {
             file: Arc::new(file),
             first: 0,
             fill: SharedFill::CopiedIn,
-            unit,
+            page,
             has_neighbours: false,
         })
     }
@@ -182,14 +223,20 @@ impl SharedMemory {
             file: Arc::new(file),
             first,
             fill,
-            unit: 1,
+            page: Level::L4K,
             has_neighbours: usize::try_from(block) != Ok(PAGE_SIZE),
         })
     }
 
-    /// Refuses a file whose pages a page source cannot fill one by one.
+    /// Refuses a file whose pages a page source cannot fill: not one by one, or not in pieces that
+    /// are small enough to be gathered before they are put in place.
     pub(super) fn check_source(&self) -> Result<(), LinuxError> {
         match self.has_neighbours {
+            false if self.page == Level::L1G => Err(LinuxError::SharedMemory {
+                reason: "a page source does not fill huge pages of 1 GiB: a guest would wait for \
+                         all of one at its first touch; use huge pages of 2 MiB"
+                    .into(),
+            }),
             false => Ok(()),
             true => Err(LinuxError::SharedMemory {
                 reason: "its tmpfs makes huge pages: a write to one page puts zeros in the place \
@@ -223,8 +270,8 @@ impl SharedMemory {
     /// The byte offset of its first page in the file, if it has at least `pages` pages.
     pub(super) fn offset(&self, pages: PageCount) -> Result<u64, LinuxError> {
         let refused = |reason: String| LinuxError::SharedMemory { reason };
-        if !(self.first | pages.get()).is_multiple_of(self.unit) {
-            let unit = self.unit;
+        let unit = self.page.pages();
+        if !(self.first | pages.get()).is_multiple_of(unit) {
             return Err(refused(format!(
                 "{pages} pages do not fill huge pages of {unit}"
             )));
@@ -234,13 +281,18 @@ impl SharedMemory {
 
     /// Whether its pages are huge pages of hugetlbfs ([`SharedMemory::huge`]).
     pub const fn is_huge(&self) -> bool {
-        self.unit > 1
+        self.page_size() as u8 > Level::L4K as u8
+    }
+
+    /// The size of its pages.
+    pub const fn page_size(&self) -> Level {
+        self.page
     }
 
     /// Why `pages` pages cannot be allocated.
     pub(super) fn refused(&self, pages: PageCount, errno: Errno) -> LinuxError {
         match self.is_huge() {
-            true => no_huge_pages(pages, errno),
+            true => no_huge_pages(pages, self.page, errno),
             false => LinuxError::SharedMemory {
                 reason: match errno {
                     Errno::ACCESS => "its descriptor is for reads only, or for writes only; open \
@@ -283,13 +335,25 @@ pub(super) fn locked() -> LinuxError {
     }
 }
 
-fn no_huge_pages(pages: PageCount, errno: Errno) -> LinuxError {
+fn no_huge_pages(pages: PageCount, page: Level, errno: Errno) -> LinuxError {
+    let (size, reserve) = reserve_of(page);
     let help = match errno {
-        Errno::NOMEM | Errno::NOSPC => "; reserve more of them (/proc/sys/vm/nr_hugepages)",
-        _ => "",
+        Errno::NOMEM | Errno::NOSPC => format!("; reserve more of them ({reserve})"),
+        _ => String::new(),
     };
-    let count = pages.get() / Level::L2M.pages();
+    let count = pages.get() / page.pages();
     LinuxError::SharedMemory {
-        reason: format!("no {count} huge pages of 2 MiB: {errno}{help}"),
+        reason: format!("no {count} huge pages of {size}: {errno}{help}"),
+    }
+}
+
+/// The size of huge pages in words, and the file in which root reserves them.
+pub fn reserve_of(page: Level) -> (&'static str, &'static str) {
+    match page {
+        Level::L1G => (
+            "1 GiB",
+            "/sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages",
+        ),
+        _ => ("2 MiB", "/proc/sys/vm/nr_hugepages"),
     }
 }

@@ -134,7 +134,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         Ok(Some(self.collapse_at(at, table, block, leaf)))
     }
 
-    /// The leaf of `level` equivalent to the table, which translates `span`, and `granted` together.
+    /// The leaf of `level` equivalent to `granted` and the table together, which translates `span`.
     pub(crate) fn whole(
         &self,
         table: TableId,
@@ -147,6 +147,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
             let found = self.stage2.read(part);
             whole = match found {
                 Entry::Absent if granted.is_some() => whole,
+                Entry::Table(below) if granted.is_some() && self.stage2.is_empty(below) => whole,
                 Entry::Leaf(part) => {
                     Some(join(whole, part, (gfn, level)).ok_or(NotUniform { gfn, found })?)
                 }
@@ -227,6 +228,11 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
 }
 
 impl<F: TableFormat> Stage2<F> {
+    /// Whether `table` has no leaf.
+    pub(crate) fn is_empty(&self, table: TableId) -> bool {
+        !Index::all().any(|index| self.has_leaf(EntryRef::new(table, index)))
+    }
+
     /// Whether any 4 KiB leaf of `table` is writable.
     fn any_writable(&self, table: TableId) -> bool {
         // Relaxed: W was set under the range lock, which this thread holds now, or by a fast page
@@ -239,8 +245,8 @@ impl<F: TableFormat> Stage2<F> {
     }
 }
 
-/// The leaf of `level` equivalent to `whole` and, for `gfn`, to `part`; `None` if there is none. The
-/// first part decides the frames.
+/// The leaf of `level` equivalent to `whole` and, for `gfn`, to `part`; `None` if there is none.
+/// The first part decides the frames.
 #[inline]
 fn join(whole: Option<Leaf>, part: Leaf, (gfn, level): (Gfn, Level)) -> Option<Leaf> {
     let Some(whole) = whole else {

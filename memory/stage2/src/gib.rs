@@ -72,7 +72,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
     /// Replaces the table of 2 MiB leaves around `gfn` by the equivalent 1 GiB leaf. If the caller
     /// knows the backing of all of the 1 GiB, it gives `granted`: then blocks that are not mapped
     /// yet are mapped too, and the rights, A and D of `granted` are joined. `None` if there is no
-    /// such table, or no table is free for a later split. The flush contains only the table.
+    /// such table, or no table is free for a later split. The flush contains only tables.
     ///
     /// # Errors
     /// [`NotUniform`]: a block has a table of 4 KiB leaves, is mapped to another frame than the
@@ -97,7 +97,16 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
             return Ok(None);
         };
         lock(&self.stage2.deposits).insert(at, spare);
-        Ok(Some(self.collapse_at(at, table, gib, leaf)))
+        let mut flush = self.flush();
+        for (block, gfn) in EntryRef::parts(table, gib, Level::L2M) {
+            // Its 4 KiB leaves are gone.
+            if let Entry::Table(_) = self.stage2.read(block) {
+                flush.join(self.unmap(gfn.block().range(), |_| {}));
+            }
+        }
+        let (collapsed, unlinked) = self.collapse_at(at, table, gib, leaf);
+        flush.join(unlinked);
+        Ok(Some((collapsed, flush)))
     }
 
     /// Frees the deposited table of `leaf`, which was removed from `at`, if that is a 1 GiB leaf.

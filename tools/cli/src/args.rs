@@ -178,7 +178,7 @@ mod tests {
             ),
             (
                 "lacuna run bm --memory-kind ram",
-                "[possible values: pool, anonymous, memfd, hugetlbfs]",
+                "[possible values: pool, anonymous, memfd, hugetlbfs, hugetlbfs-1g]",
             ),
             ("lacuna walk", "unrecognized subcommand"),
         ] {

@@ -170,6 +170,10 @@ impl DemandPaging {
                  --memory-kind",
             ),
             (
+                kind == MemoryKind::Hugetlbfs1G,
+                "--memory-kind hugetlbfs-1g: a page of 1 GiB is never missing; choose another kind",
+            ),
+            (
                 self.fill == Fill::Continue && kind != MemoryKind::Shared,
                 "--fill continue maps pages of a file: add --memory-kind memfd",
             ),

@@ -161,11 +161,12 @@ pub(crate) fn vcpus() -> usize {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::report::Verbosity;
 
-    fn options(arch: Arch, parts: Vec<&'static str>) -> Options {
+    /// Quick options.
+    pub(crate) fn options(arch: Arch, parts: Vec<&'static str>) -> Options {
         Options {
             quick: true,
             scale: 1,

@@ -35,6 +35,7 @@ pub mod experiment;
 pub mod external;
 pub mod first_look;
 mod fixture;
+mod gib;
 mod guests;
 pub mod host_info;
 pub mod interrupt;

@@ -26,12 +26,13 @@ const BACKENDS: [Value<Backend>; 2] = [
 ];
 /// `--memory-kind`.
 #[rustfmt::skip]
-pub const KINDS: [Value<MemoryKind>; 4] = [
+pub const KINDS: [Value<MemoryKind>; 5] = [
     ("pool", MemoryKind::Budget, "Frames of a budget of this process, which swaps pages out"),
-    ("anonymous", MemoryKind::Linux, "Private memory of Linux, which alone may swap it out"),
+    ("anonymous", MemoryKind::Linux, "Private memory of Linux, which swaps it out"),
     ("memfd", MemoryKind::Shared, "A shared memory file (memfd_create)"),
     ("hugetlbfs", MemoryKind::Hugetlbfs,
      "A shared memory file in reserved huge pages of 2 MiB"),
+    ("hugetlbfs-1g", MemoryKind::Hugetlbfs1G, "One in reserved huge pages of 1 GiB"),
 ];
 
 /// Where a guest's writes are recorded.
@@ -99,10 +100,7 @@ impl GuestOptions {
 
     /// Pages that are only provided together.
     pub fn unit(&self) -> usize {
-        match self.memory_kind {
-            MemoryKind::Hugetlbfs => 512,
-            _ => 1,
-        }
+        self.memory_kind.page_size().pages() as usize
     }
 
     /// Why there is no such guest: the options that exclude each other, and what to do.

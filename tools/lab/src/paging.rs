@@ -108,6 +108,6 @@ const fn prefix(work: &DemandPaging) -> &'static str {
         (Backend::Kvm, _) => "paging.kvm",
         (_, MemoryKind::Budget) => "paging.pool",
         (_, MemoryKind::Linux | MemoryKind::Shared) => "paging",
-        (_, MemoryKind::Hugetlbfs) => "paging.hugetlb",
+        (_, MemoryKind::Hugetlbfs | MemoryKind::Hugetlbfs1G) => "paging.hugetlb",
     }
 }

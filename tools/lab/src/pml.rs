@@ -12,6 +12,7 @@
 //! | `pml.recovery_percent` | huge leaves after the collapse in place / before logging |
 //! | `pml.harvest_ns_per_dirty_page.ARM.PERCENT` | a harvest of 8 GiB, for each dirty page |
 //! | `pml.harvest_empty_us.ARM` | a harvest that finds no page |
+//! | `pml.gib.on`, `pml.gib.off` | logging of 1 GiB begins and ends, in pages of 2 MiB / 1 GiB |
 //! | `pml.kvm.score_percent.WAY`, `pml.kvm.ns_per_dirty_page.WAY` | as above, on `/dev/kvm` |
 //!
 //! ARM is `wp` or `pml` with a bitmap, `wp_ring` or `pml_ring` with a ring for each vCPU. SET is
@@ -35,6 +36,7 @@ mod score;
 
 use crate::dirty_log::DirtyLog;
 use crate::experiment::{LabResult, Options};
+use crate::gib::{self, Step};
 use crate::options::{Recorder, options_of};
 use crate::result::Report;
 use lacuna::{Arch, PAGE_SIZE};
@@ -44,7 +46,7 @@ use lacuna::{Arch, PAGE_SIZE};
 /// # Errors
 /// The error of the first failed experiment. Results that this machine cannot measure are skipped.
 pub fn run(options: &Options, report: &mut Report) -> LabResult {
-    let steps = score::STEPS + 2 + harvest::STEPS + kvm::STEPS;
+    let steps = score::STEPS + 3 + harvest::STEPS + kvm::STEPS;
     options.begin(steps);
     if options.wants("score") {
         score::measure(options, report)?;
@@ -60,6 +62,10 @@ pub fn run(options: &Options, report: &mut Report) -> LabResult {
     if options.wants("harvest") {
         harvest::measure(options, report)?;
     }
+    if options.wants("gib") {
+        options.step("logging of pages of 1 GiB")?;
+        gib::measure(options, report, "pml", &[Step::LogOn, Step::LogOff])?;
+    }
     if options.wants_x86("kvm", kvm::all_ids(), report) {
         kvm::measure(options, report)?;
     }
@@ -67,7 +73,7 @@ pub fn run(options: &Options, report: &mut Report) -> LabResult {
 }
 
 /// The separately measurable parts.
-pub const PARTS: &[&str] = &["score", "page", "ending", "harvest", "kvm"];
+pub const PARTS: &[&str] = &["score", "page", "ending", "harvest", "gib", "kvm"];
 
 /// The preset of the parts `page` and `harvest`: one vCPU on soft with so many pages.
 fn one_vcpu(arch: Arch, pages: u64, delivery: Recorder) -> DirtyLog {

@@ -71,7 +71,7 @@ pub const PARTS: &[&str] = &["worker", "push"];
 const fn prefix(kind: MemoryKind) -> &'static str {
     match kind {
         MemoryKind::Budget => "postcopy.pool",
-        MemoryKind::Linux | MemoryKind::Shared | MemoryKind::Hugetlbfs => "postcopy",
+        _ => "postcopy",
     }
 }
 
@@ -79,7 +79,7 @@ const fn prefix(kind: MemoryKind) -> &'static str {
 const fn about(kind: MemoryKind) -> &'static str {
     match kind {
         MemoryKind::Budget => "the pool",
-        MemoryKind::Linux | MemoryKind::Shared | MemoryKind::Hugetlbfs => "Linux memory",
+        _ => "Linux memory",
     }
 }
 

@@ -23,6 +23,7 @@ use lacuna::memory::{MemoryKind, SlotFlags, SlotId};
 use lacuna::{
     Arch, Builder, Exit, Gfn, GfnRange, Gpa, Image, PAGE_SIZE, PageCount, Vcpu, Vm, kvm, soft,
 };
+use lacuna_addr::Level;
 use program::{AT_RANDOM, BY_ADDRESS, Variant, Work, pieces, room};
 use std::sync::Arc;
 use std::thread;
@@ -32,8 +33,6 @@ use std::time::{Duration, Instant};
 const HIGH: u64 = 4 << 30;
 /// The end of x86-64 memory below [`HIGH`].
 const LOW_END: u64 = 3 << 30;
-/// A huge page.
-const HUGE: u64 = 2 << 20;
 /// The number of the first slot of its own.
 const FIRST_SLOT: u16 = 8;
 /// Frames beyond the pages and their tables, because reclaim keeps some free.
@@ -69,7 +68,8 @@ impl GuestOptions {
             () => (low + bytes - base, low),
         };
         // Memory in huge pages is a multiple of them.
-        (PageCount::from_bytes(size.next_multiple_of(HUGE)), first)
+        let page = self.memory_kind.page_size().max(Level::L2M).bytes();
+        (PageCount::from_bytes(size.next_multiple_of(page)), first)
     }
 
     /// A VM for this guest on soft.

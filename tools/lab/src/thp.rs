@@ -10,6 +10,7 @@
 //! | `thp.random_read_ratio` | random reads a second, 2 MiB / 4 KiB TLB entries |
 //! | `thp.pressure_ratio` | accesses under memory pressure, huge pages / none |
 //! | `thp.kept_percent` | the share of resident memory that stays in huge pages meanwhile |
+//! | `thp.gib.map`, `thp.gib.call` | faults and the call for 1 GiB, in pages of 2 MiB / 1 GiB |
 //! | `thp.kvm.small_vs_huge.CASE` | the time to take 2 MiB from a guest on `/dev/kvm` |
 //! | `thp.kvm.slots_growth_512.SIZE` | the same, 512 slots / 1 slot |
 //!
@@ -31,6 +32,7 @@ mod neighbour;
 pub(crate) mod scene;
 
 use crate::experiment::{LabError, LabResult, Options, skip_if_busy};
+use crate::gib::{self, Step};
 use crate::result::Report;
 use crate::stats::Summary;
 use std::time::{Duration, Instant};
@@ -40,7 +42,7 @@ use std::time::{Duration, Instant};
 /// # Errors
 /// The error of the first failed experiment. Results that this machine cannot measure are skipped.
 pub fn run(options: &Options, report: &mut Report) -> LabResult {
-    options.begin(guests::STEPS + 4);
+    options.begin(guests::STEPS + 5);
     report.say(
         "thp: the host backs guest memory by 2 MiB pages where it can. The cost of invalidating a \
          range depends on the leaves that are mapped there, not on the length of the range. A \
@@ -61,6 +63,10 @@ pub fn run(options: &Options, report: &mut Report) -> LabResult {
     if options.wants("pressure") {
         guests::pressure(options, report)?;
     }
+    if options.wants("gib") {
+        options.step("pages of 1 GiB")?;
+        gib::measure(options, report, "thp", &[Step::Map, Step::Call])?;
+    }
     if options.wants_x86("kvm", kvm::ids(), report) {
         options.step("discards on /dev/kvm")?;
         let done = kvm::measure(options, report);
@@ -70,7 +76,7 @@ pub fn run(options: &Options, report: &mut Report) -> LabResult {
 }
 
 /// The separately measurable parts.
-pub const PARTS: &[&str] = &["call", "neighbour", "reads", "pressure", "kvm"];
+pub const PARTS: &[&str] = &["call", "neighbour", "reads", "pressure", "gib", "kvm"];
 
 /// The longest time of a slice.
 const SLICE: Duration = Duration::from_secs(60);

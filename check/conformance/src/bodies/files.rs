@@ -4,14 +4,15 @@ use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
 
-use lacuna_addr::{GfnRange, PAGE_SIZE, PageCount};
+use lacuna_addr::{GfnRange, Level, PAGE_SIZE, PageCount};
 use lacuna_machine::{
     Arch, Ending, GuestMemory as _, Machine, PlatformDevices, SharedFile, Vm as _, Width,
 };
+use lacuna_skip::HugePages;
 use lacuna_soft::{LinuxBacking, PrivateFile, SharedFill, SharedMemory};
 
 use super::Outcome;
-use crate::backend::{Backend, Lacks, Made, Request};
+use crate::backend::{Backend, Lacks, Made, Request, harvest, start_tracking, stop_tracking};
 use crate::program::{Code, Reg, assemble, gpa, image, ram};
 use crate::running::within;
 
@@ -103,6 +104,45 @@ pub fn a_shared_file_is_the_guests_memory<B: Backend>(backend: &B) -> Outcome {
         assert_eq!(offset, FIRST * PAGE);
         let given = File::from(file.try_clone_to_owned().expect("a descriptor"));
         assert_eq!(in_file(&given, DATA + PAGE), 42);
+        Ok(())
+    })
+}
+
+/// All of the guest's memory is one huge page of 1 GiB. The guest runs in it, its writes are logged
+/// page by page, and the VMM takes the whole page back.
+pub fn a_huge_page_of_1_gib_is_the_guests_memory<B: Backend>(backend: &B) -> Outcome {
+    let _reserved = HugePages::reserve_1g(1);
+    let (arch, backend) = (backend.arch(), backend.clone());
+    within(move || {
+        let pages = PageCount::new(Level::L1G.pages());
+        let memory = SharedMemory::huge(pages, Level::L1G).map_err(Lacks::because)?;
+        let request = Request {
+            backing: Some(LinuxBacking::Shared(memory)),
+            ..Request::new(1024, 1024, 1, "")
+        };
+        let mut made = backend.make(&request, &image(&doubled(arch)))?;
+        let written = made.vm.write(gpa(arch, DATA), &21u64.to_le_bytes());
+        written.expect("guest memory");
+        start_tracking(&*made.vm);
+        let devices = PlatformDevices::of(arch, |_: &str| ());
+        let vcpus = std::mem::take(&mut made.vcpus);
+        let machine = Machine::new(Arc::clone(&made.vm), devices).expect("threads");
+        assert_eq!(machine.start(vcpus).wait().ending, Ending::Exited(0));
+        let logged: Vec<_> = harvest(&*made.vm)
+            .into_iter()
+            .map(|(_, page)| page)
+            .collect();
+        assert!(logged.contains(&((DATA / PAGE) as usize + 1)), "{logged:?}");
+        assert!(logged.len() < 64, "{} pages of 1 GiB", logged.len());
+        stop_tracking(&*made.vm);
+        assert_eq!(in_guest(&made, arch, DATA + PAGE), 42);
+        let all = GfnRange::new(gpa(arch, 0).gfn(), pages.get()).expect("pages");
+        let part = GfnRange::new(gpa(arch, DATA).gfn(), 512).expect("pages");
+        let balloon = made.vm.balloon().expect("Linux memory");
+        balloon.discard(part).expect_err("a part of a huge page");
+        assert_eq!(in_guest(&made, arch, DATA + PAGE), 42);
+        balloon.discard(all).expect("a whole huge page");
+        assert_eq!(in_guest(&made, arch, DATA + PAGE), 0);
         Ok(())
     })
 }

@@ -1,11 +1,13 @@
 //! Turns a slot's log on and off, and switches how a VM detects writes. Neither unmaps a page.
 //!
 //! ```text
-//! on     set the slot's state to on; block by block clear W or D; one shoot-down
+//! on     set the slot's state to on; block by block clear W or D; one shoot-down. A 1 GiB leaf is
+//!        split to 2 MiB leaves there
 //!        a thread that maps a page reads the slot's state under the same range lock: if it comes
 //!        before the visit, the visit finds its leaf; if it comes after, it marks the page
 //! off    set the slot's state to off; kick all vCPUs and wait, so no fast page fault remains;
-//!        block by block collapse 512 leaves, or preset D; TLBs stay valid, tables are retired
+//!        block by block collapse 512 leaves, or preset D; TLBs stay valid, tables are retired;
+//!        then collapse the 2 MiB leaves of each huge page of 1 GiB
 //! ```
 //! The collapse reads few of the 512 leaves. The host and the leaves' count prove that they map one
 //! block of frames (`Mmu::could_be_huge`). Their rights differ only in W, because a slot is
@@ -146,6 +148,7 @@ impl<F: MmuFormat> Mmu<F> {
             }
         }
         flush.retire(&*self.qsbr);
+        self.collapse_gibs(slot, slot.gfns);
         // vCPUs have logged pages of this slot until the pages had D again. Flush their logs now,
         // while the slot does not log: otherwise they would mark these pages in its next log.
         self.sync();
@@ -169,7 +172,7 @@ impl<F: MmuFormat> Mmu<F> {
         runs: impl IntoIterator<Item = GfnRange>,
         flush: &mut Flush<'s>,
     ) {
-        let mut cursor = self.stage2.fault_cursor(part.start());
+        let mut cursor = self.block_cursor(rmap, part.start());
         // Reclaim may have unmapped a page here and unlocked before it waits for its shoot-down.
         // The page then has no W or D to clear, but a TLB may still allow writes.
         flush.join(cursor.unsettled());

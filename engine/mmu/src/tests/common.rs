@@ -4,7 +4,7 @@ pub(super) use super::Mmu;
 use crate::InBlock;
 pub(super) use crate::RmapWalk;
 use crate::SlotSpec;
-use crate::fault::ResolvedPage;
+use crate::fault::{NotInstalled, ResolvedPage};
 pub(super) use crate::rmap::parts;
 pub(super) use lacuna_addr::{
     Access, BackingAddr, BackingRange, Gfn, GfnRange, Level, PAGE_SIZE, PageCount,
@@ -106,8 +106,24 @@ pub(super) fn touch(
         leaf,
         level: has,
     };
-    let mut cursor = mmu.stage2.fault_cursor(at);
-    Some(mmu.install(&mut cursor, &slot.attach, page))
+    if has == Level::L1G {
+        let mut cursor = mmu.stage2.cursor(GfnRange::gib_of(at));
+        if slot.attach.has_gib(at) && mmu.install_gib(&mut cursor, &slot.attach, page) {
+            return Some(Ok(Level::L1G));
+        }
+    }
+    loop {
+        let mut cursor = mmu.stage2.fault_cursor(at);
+        return Some(match mmu.install(&mut cursor, &slot.attach, page) {
+            Ok(level) => Ok(level),
+            Err(NotInstalled::Exhausted(error)) => Err(error),
+            Err(NotInstalled::InGib) => {
+                drop(cursor);
+                mmu.split_gib(&slot.attach, at);
+                continue;
+            }
+        });
+    }
 }
 
 /// Every leaf in the reverse maps: its first frame, its level, and whether it is young.
@@ -116,6 +132,13 @@ pub(super) fn leaves(mmu: &Mmu) -> Vec<(u64, Level, bool)> {
     for slot in mmu.slots.snapshot().iter() {
         for part in parts(slot.gfns) {
             let cursor = mmu.stage2.fault_cursor(part.start());
+            if let Some(at) = slot.attach.gib(part.start()) {
+                if GfnRange::gib_of(part.start()).start() == part.start() {
+                    let young = cursor.test_young_at(at, part.start()) == Age::Young;
+                    found.push((part.start().get(), Level::L1G, young));
+                }
+                continue;
+            }
             let level = match slot.attach.block(part.start()) {
                 InBlock::Huge(_) => Level::L2M,
                 InBlock::Nothing | InBlock::Small(_) => Level::L4K,

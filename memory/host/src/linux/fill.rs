@@ -11,7 +11,7 @@ use crate::per_cpu_pages::PerCpuPages;
 use crate::resolve::{Frame, Resolution};
 use crate::settled::TICK;
 use crate::ticket::Ticket;
-use lacuna_addr::{Level, PAGE_SIZE};
+use lacuna_addr::PAGE_SIZE;
 use lacuna_frames::{FramePtr, PageNo, PageState, PageWord};
 use lacuna_linux::{LinuxMemory, Placed, User};
 use lacuna_source::Answer;
@@ -34,10 +34,7 @@ impl Core {
         match state {
             PageState::InPlace => {
                 FaultCounters::bump(&cache.shared.count.resident);
-                let level = match region.has_units() {
-                    true => Level::L2M,
-                    false => Level::L4K,
-                };
+                let level = region.level_of(page);
                 Some(Resolution::Ready(Frame { pfn: frame, level }))
             }
             PageState::PagedOut => self.begin_page_in(page, cache),

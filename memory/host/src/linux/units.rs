@@ -1,4 +1,5 @@
-//! Huge pages of hugetlbfs: their 512 pages are filled together, as one *unit*.
+//! Huge pages of hugetlbfs: their pages are filled together, as one *unit*. A unit has 512 pages,
+//! or 262144 without a page source.
 //!
 //! ```text
 //! fault on any page of the unit, never provided
@@ -27,9 +28,9 @@ use crate::per_cpu_pages::PerCpuPages;
 use crate::region::Region;
 use crate::resolve::Resolution;
 use crate::ticket::Ticket;
-use lacuna_addr::{BackingAddr, BackingRange, PAGE_SIZE};
+use lacuna_addr::{BackingAddr, BackingRange, Level, PAGE_SIZE};
 use lacuna_frames::{BLOCK, PageNo, PageState};
-use lacuna_linux::LinuxMemory;
+use lacuna_linux::{LinuxMemory, reserve_of};
 use lacuna_source::{Answer, Failure, Gathered, UnitContent};
 use lacuna_sync::lock;
 use lacuna_sys::Errno;
@@ -53,6 +54,33 @@ impl Region {
     pub fn has_units(&self) -> bool {
         self.unit() > 1
     }
+
+    /// The pages that are filled together with `page`.
+    pub fn unit_of(&self, page: PageNo) -> BackingRange {
+        let unit = self.unit();
+        // The region begins with a unit.
+        let first = PageNo::new(page.get() - page.get() % unit);
+        BackingRange::new(first.addr(), unit).expect("in the region")
+    }
+
+    /// The size of the leaf that may map `page`, which is in place, in a region of Linux memory.
+    pub fn level_of(&self, page: PageNo) -> Level {
+        let level = self
+            .linux
+            .as_ref()
+            .map_or(Level::L4K, LinuxMemory::page_size);
+        let first = PageNo::of(self.unit_of(page).start());
+        // The first word moves last (`zeros_for_unit`): no page of the leaf is read as zeros
+        // because of its word.
+        let is_whole = || {
+            self.word(first)
+                .is_some_and(|word| word.load() == PageState::InPlace)
+        };
+        match level {
+            Level::L1G if !is_whole() => Level::L2M,
+            level => level,
+        }
+    }
 }
 
 impl Host {
@@ -61,10 +89,7 @@ impl Host {
     pub fn provided_with(&self, addr: BackingAddr) -> BackingRange {
         let page = PageNo::of(addr);
         let region = self.core.regions.find(page);
-        match region.is_some_and(|region| region.has_units()) {
-            true => page.block_start().block_range(),
-            false => page.range(),
-        }
+        region.map_or(page.range(), |region| region.unit_of(page))
     }
 }
 
@@ -117,7 +142,8 @@ impl Core {
         if region.word(page)?.load() != state {
             return None;
         }
-        let first = page.block_start();
+        let unit = region.unit_of(page);
+        let first = PageNo::of(unit.start());
         // A new unit was allocated with its region. If the file is shorter now, an access finds
         // that.
         if state == PageState::Zero
@@ -125,7 +151,8 @@ impl Core {
         {
             return Some(Resolution::Lost(not_filled(linux, page, errno)));
         }
-        let words = (0..BLOCK).filter_map(|at| region.word(first.plus(at)));
+        let pages = (0..unit.pages() as usize).rev();
+        let words = pages.filter_map(|at| region.word(first.plus(at)));
         let moved = words.filter(|word| word.change(state, PageState::InPlace).is_ok());
         let moved = moved.count();
         linux.note_in_place(moved as i64);
@@ -309,9 +336,10 @@ impl Core {
 pub(super) fn not_filled(linux: &LinuxMemory, page: PageNo, errno: Errno) -> LostPage {
     let help = match errno {
         Errno::NOMEM | Errno::NOSPC if linux.unit() > 1 => {
-            "; no huge page is free: reserve more of them (/proc/sys/vm/nr_hugepages)"
+            let (size, reserve) = reserve_of(linux.page_size());
+            format!("; no huge page of {size} is free: reserve more of them ({reserve})")
         }
-        _ => "",
+        _ => String::new(),
     };
     let reason = format!("Linux cannot put it in place: {errno}{help}");
     LostPage::new(page.addr(), reason)

@@ -5,7 +5,7 @@ use crate::common;
 
 use common::FakeMmu;
 use common::source::page_with;
-use lacuna_addr::{BackingRange, PageCount};
+use lacuna_addr::{BackingRange, Level, PageCount};
 use lacuna_host::{
     Answer, Host, HostError, LinuxBacking, PageSource, SharedFill, SharedMemory, SourcePage,
 };
@@ -88,7 +88,7 @@ fn a_locked_process_has_missing_pages() {
     );
     let huge = PageCount::new(512);
     let _reserved = lacuna_skip::HugePages::reserve(1);
-    is_refused(&SharedMemory::huge(huge).unwrap(), huge);
+    is_refused(&SharedMemory::huge(huge, Level::L2M).unwrap(), huge);
 }
 
 fn provide_and_discard(host: &Host, range: BackingRange) {

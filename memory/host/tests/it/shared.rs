@@ -373,12 +373,12 @@ fn files_of_hugetlbfs() {
 #[lacuna_skip::test]
 fn memory_in_huge_pages() {
     let pages = PageCount::new(2 * BLOCK);
-    let refused = SharedMemory::huge(PageCount::new(100))
+    let refused = SharedMemory::huge(PageCount::new(100), Level::L2M)
         .unwrap_err()
         .to_string();
     assert!(refused.contains("do not fill huge pages"), "{refused}");
     let _reserved = lacuna_skip::HugePages::reserve(2);
-    let memory = SharedMemory::huge(pages).unwrap();
+    let memory = SharedMemory::huge(pages, Level::L2M).unwrap();
     let host = host(3 * BLOCK);
     let add = |pages: PageCount| {
         let backing = LinuxBacking::Shared(memory.clone());

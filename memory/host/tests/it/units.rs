@@ -34,7 +34,7 @@ fn add(
 fn vm(units: u64) -> (HugePages, Arc<Host>, Arc<TestSource>, Vm) {
     let reserved = HugePages::reserve(units);
     let (host, source) = (host(units * UNIT), TestSource::new());
-    let memory = SharedMemory::huge(PageCount::new(units * UNIT)).unwrap();
+    let memory = SharedMemory::huge(PageCount::new(units * UNIT), Level::L2M).unwrap();
     let backing = LinuxBacking::Shared(memory);
     let vm = common::linux::vm(&host, backing, units * UNIT, Some(&source));
     (reserved, host, source, vm)
@@ -264,7 +264,7 @@ fn units_are_discarded() {
 fn a_reserve_that_is_too_small() {
     let reserved = HugePages::reserve(2);
     let host = host(4 * UNIT);
-    let memory = SharedMemory::huge(PageCount::new(4 * UNIT)).unwrap();
+    let memory = SharedMemory::huge(PageCount::new(4 * UNIT), Level::L2M).unwrap();
     let source = TestSource::new();
     // Other processes may have reserved some.
     reserved.change(0).unwrap();
@@ -295,7 +295,7 @@ fn a_file_that_becomes_shorter() {
     let _reserved = HugePages::reserve(3);
     for with_source in [true, false] {
         let (host, source) = (host(3 * UNIT), TestSource::new());
-        let memory = SharedMemory::huge(PageCount::new(3 * UNIT)).unwrap();
+        let memory = SharedMemory::huge(PageCount::new(3 * UNIT), Level::L2M).unwrap();
         let source = Some(&source).filter(|_| with_source);
         let mut vm = match add(&host, &memory, 3 * UNIT, source) {
             Err(refused @ HostError::Linux(LinuxError::Userfaultfd(_))) => {
@@ -343,7 +343,7 @@ fn many_threads_fill_units() {
     let reserved = HugePages::reserve(UNITS);
     for round in 0..12 {
         let (host, source) = (host(UNITS * UNIT), TestSource::new());
-        let memory = SharedMemory::huge(PageCount::new(UNITS * UNIT)).unwrap();
+        let memory = SharedMemory::huge(PageCount::new(UNITS * UNIT), Level::L2M).unwrap();
         let vm = match add(&host, &memory, UNITS * UNIT, Some(&source)) {
             Err(refused @ HostError::Linux(LinuxError::Userfaultfd(_))) => {
                 lacuna_skip::skip_test(refused)
@@ -416,7 +416,7 @@ fn a_handler_outside_fills_units() {
         lacuna_skip::skip_test(errno);
     }
     let host = host(3 * UNIT);
-    let memory = SharedMemory::huge(PageCount::new(3 * UNIT)).unwrap();
+    let memory = SharedMemory::huge(PageCount::new(3 * UNIT), Level::L2M).unwrap();
     let (backing, mmu) = (LinuxBacking::Shared(memory), FakeMmu::of(&host));
     let pages = PageCount::new(3 * UNIT);
     let range = host.add_linux_region_in(backing, origin(&external), pages, mmu);

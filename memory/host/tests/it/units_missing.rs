@@ -39,7 +39,7 @@ fn a_fetch_ends_while_its_unit_is_made_missing() {
         let _reserved = HugePages::reserve(2);
         let (host, source) = (host(2 * UNIT), TestSource::new());
         let pages = PageCount::new(2 * UNIT);
-        let backing = LinuxBacking::Shared(SharedMemory::huge(pages).unwrap());
+        let backing = LinuxBacking::Shared(SharedMemory::huge(pages, Level::L2M).unwrap());
         let ends = Arc::new(EndsARequest::default());
         let range = match host.add_linux_region_in(backing, origin(&source), pages, ends.clone()) {
             Err(refused @ HostError::Linux(LinuxError::Userfaultfd(_))) => {

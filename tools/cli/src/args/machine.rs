@@ -17,9 +17,9 @@ pub struct RunOn {
     #[arg(long, value_enum, value_name = "soft|kvm|auto", default_value_t = Backend::Soft)]
     pub backend: Backend,
     /// Where the guest's memory is: pool (frames of a budget of this process, soft only), anonymous
-    /// (private memory of Linux), memfd (a shared memory file, soft only) or hugetlbfs (one in
-    /// reserved huge pages of 2 MiB, soft only) [default: pool on soft; anonymous on kvm, and for a
-    /// handler]
+    /// (private memory of Linux), memfd (a shared memory file, soft only), hugetlbfs or
+    /// hugetlbfs-1g (one in reserved huge pages of 2 MiB or 1 GiB, soft only) [default: pool on
+    /// soft; anonymous on kvm, and for a handler]
     #[arg(long, value_name = "KIND", value_parser = named(KINDS), hide_possible_values = true)]
     pub memory_kind: Option<MemoryKind>,
     /// How much of the guest's memory is resident at a time; for anonymous and memfd on soft a

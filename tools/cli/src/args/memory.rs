@@ -7,8 +7,6 @@ use lacuna_lab::options::{KINDS, name_of};
 
 /// The resident part of a guest with more memory than this, unless `--resident` says otherwise.
 const RESIDENT: Size = Size(512 << 20);
-/// A huge page of hugetlbfs.
-const HUGE: Size = Size(2 << 20);
 
 /// Options that contradict each other.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -36,9 +34,15 @@ pub enum WrongMemory {
          the three out"
     )]
     Seeded(&'static str),
-    /// A part of a huge page.
-    #[error("--memory {0}: memory in huge pages is a multiple of {HUGE}; give such a size")]
-    PartOfHugePage(Size),
+    /// A part of a huge page: the memory, and the size of a page.
+    #[error("--memory {0}: memory in huge pages is a multiple of {1}; give such a size")]
+    PartOfHugePage(Size, Size),
+    /// The pages of 1 GiB have no page source.
+    #[error(
+        "--pages-from: a page of 1 GiB would have to arrive whole before the guest uses it; give \
+         --memory-kind hugetlbfs, or leave --pages-from out"
+    )]
+    Source1G,
 }
 
 impl RunArgs {
@@ -82,14 +86,20 @@ impl RunArgs {
             () if self.on.thp.is_some() => Some("--thp"),
             () => None,
         };
+        let page = match kind {
+            MemoryKind::Hugetlbfs | MemoryKind::Hugetlbfs1G => Size(kind.page_size().bytes()),
+            // Other sizes are refused when the VM is made.
+            _ => Size(1),
+        };
         match (kind, option, &self.pages_from) {
             (_, Some(option), _) => Err(WrongMemory::NeedsPool { option, kind: name }),
             _ if self.linux_limit().and(self.seed).is_some() => Err(WrongMemory::Seeded(name)),
             (MemoryKind::Budget | MemoryKind::Shared, _, Some(PagesFrom::Handler(_))) => {
                 Err(WrongMemory::Handler(name))
             }
-            (MemoryKind::Hugetlbfs, ..) if !self.memory.0.is_multiple_of(HUGE.0) => {
-                Err(WrongMemory::PartOfHugePage(self.memory))
+            (MemoryKind::Hugetlbfs1G, _, Some(_)) => Err(WrongMemory::Source1G),
+            _ if !self.memory.0.is_multiple_of(page.0) => {
+                Err(WrongMemory::PartOfHugePage(self.memory, page))
             }
             _ => Ok(()),
         }
@@ -126,6 +136,10 @@ mod tests {
             ("--memory 6M --memory-kind hugetlbfs", MemoryKind::Hugetlbfs),
             ("--memory-kind memfd --resident 8M", MemoryKind::Shared),
             ("--pages-from handler:/h --resident 1G", MemoryKind::Linux),
+            (
+                "--memory 2G --memory-kind hugetlbfs-1g",
+                MemoryKind::Hugetlbfs1G,
+            ),
         ] {
             assert_eq!(check(options), Ok(kind), "{options}");
         }
@@ -149,7 +163,15 @@ mod tests {
             ),
             (
                 "--memory 7M --memory-kind hugetlbfs",
-                "--memory 7M: memory in huge pages is a",
+                "--memory 7M: memory in huge pages is a multiple of 2M",
+            ),
+            (
+                "--memory 1025M --memory-kind hugetlbfs-1g",
+                "--memory 1025M: memory in huge pages is a multiple of 1G",
+            ),
+            (
+                "--memory 1G --memory-kind hugetlbfs-1g --pages-from zeros",
+                "leave --pages-from out",
             ),
         ] {
             let refused = check(options).unwrap_err();

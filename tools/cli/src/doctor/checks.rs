@@ -159,11 +159,11 @@ pub(super) fn hugetlbfs() -> Check {
     match (count("2048kB"), count("1048576kB").unwrap_or(0)) {
         (None, _) => Check::missing("this kernel has no reserved huge pages", advice),
         (Some(0), large) => {
-            let found = format!("no free reserved pages of 2M, {large} of 1G (not used)");
+            let found = format!("no free reserved pages of 2M, {large} of 1G");
             Check::limited(found, advice)
         }
         (Some(small), large) => {
-            let found = format!("{small} free reserved pages of 2M, {large} of 1G (not used)");
+            let found = format!("{small} free reserved pages of 2M, {large} of 1G");
             Check::ok(found)
         }
     }

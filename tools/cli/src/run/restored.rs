@@ -36,7 +36,7 @@ pub(super) fn in_place(
             let is_huge = args.on.thp.is_some_and(|thp| thp != HugePages::Never);
             backend == Backend::Kvm && args.budget() >= args.memory && !is_huge
         }
-        MemoryKind::Shared | MemoryKind::Hugetlbfs => false,
+        MemoryKind::Shared | MemoryKind::Hugetlbfs | MemoryKind::Hugetlbfs1G => false,
     };
     let file = snapshot.memory_file().filter(|_| is_linux);
     let file = file.map(|file| PrivateFile::of_file(file, 0)).transpose();

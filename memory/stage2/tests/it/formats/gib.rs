@@ -121,7 +121,15 @@ fn it_is_split_and_collapsed_with_its_bits() {
     flush.finish(&Qsbr::new(0));
     assert!(gib!(stage2).collapse_gib(gfn(FIRST), None).is_err());
 
-    // The rights of the whole 1 GiB are known: the missing block is mapped as well.
+    // The rights of the whole 1 GiB are known: the missing block is mapped as well, and so is a
+    // block whose table is empty.
+    let other = at + 512;
+    let small = stage2.fault_cursor(gfn(other)).split(gfn(other));
+    assert!(matches!(small, Ok(Some(_))), "{small:?}");
+    for page in GfnRange::new(gfn(other), 512).expect("a block").iter() {
+        let (_, flush) = stage2.fault_cursor(page).unmap_page(page).expect("mapped");
+        flush.finish(&Qsbr::new(0));
+    }
     let granted = Some(leaf(Write::OnFault));
     let collapsed = gib!(stage2).collapse_gib(gfn(FIRST), granted);
     let (collapsed, flush) = collapsed.expect("uniform").expect("a table");
