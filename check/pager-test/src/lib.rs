@@ -57,7 +57,7 @@ mod vm;
 mod worker;
 
 pub use image::{Image, ImageError};
-pub use report::{Outcome, Report};
+pub use report::{Outcome, Report, Reports};
 pub use rule::{Needs, Rule};
 pub use rules::all;
 pub use suite::{Suite, SuiteError, check_one, chosen};

@@ -164,7 +164,7 @@ impl HeldHugePage {
     /// Takes one free huge page of the pool.
     ///
     /// # Errors
-    /// `NOMEM`: none is free.
+    /// `FAULT`: none is free.
     pub fn take() -> Result<Self, Errno> {
         let held = Self(map(BLOCK, MapFlags::HUGETLB | MapFlags::HUGE_2MB)?);
         let bytes = BLOCK as usize * PAGE_SIZE;

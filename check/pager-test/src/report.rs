@@ -79,6 +79,56 @@ impl Serialize for Report {
     }
 }
 
+/// The reports of a run.
+#[derive(Debug, Default)]
+pub struct Reports(pub Vec<Report>);
+
+impl Reports {
+    /// The number of rules that the handler breaks.
+    pub fn failed(&self) -> usize {
+        self.0.iter().filter(|report| report.is_failed()).count()
+    }
+
+    fn skipped(&self) -> usize {
+        let is_skipped = |report: &&Report| matches!(report.outcome, Outcome::Skipped { .. });
+        self.0.iter().filter(is_skipped).count()
+    }
+
+    fn passed(&self) -> usize {
+        self.0.len() - self.failed() - self.skipped()
+    }
+}
+
+impl Serialize for Reports {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        #[derive(Serialize)]
+        struct Flat<'a> {
+            passed: usize,
+            failed: usize,
+            skipped: usize,
+            rules: &'a [Report],
+        }
+        Flat {
+            passed: self.passed(),
+            failed: self.failed(),
+            skipped: self.skipped(),
+            rules: &self.0,
+        }
+        .serialize(serializer)
+    }
+}
+
+/// The reports, and how many of each result there are.
+impl Display for Reports {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for report in &self.0 {
+            write!(f, "{report}")?;
+        }
+        let (passed, failed, skipped) = (self.passed(), self.failed(), self.skipped());
+        writeln!(f, "\n{passed} passed, {failed} failed, {skipped} skipped")
+    }
+}
+
 /// One line for a rule. A failed one also says what was expected and what happened, in its order.
 impl Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

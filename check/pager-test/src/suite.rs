@@ -4,9 +4,12 @@ use crate::image::{Image, ImageError};
 use crate::report::{Outcome, Report};
 use crate::rule::{Line, Needs, Order, Rule, Stop, Subject};
 use crate::rules::{all, be_killed, rule};
+use crate::vm::LOOK;
 use lacuna_sys::Userfaultfd;
+use rustix::process::{Signal, set_parent_process_death_signal};
 use std::collections::VecDeque;
 use std::io::{self, BufRead as _, BufReader};
+use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver};
@@ -32,6 +35,9 @@ pub enum SuiteError {
         "this process gets no userfaultfd: {0}; `lacuna doctor` says what to change on this host"
     )]
     Userfaultfd(io::Error),
+    /// No handler.
+    #[error("there is no socket at {}: start the handler first, or use --restart", .0.display())]
+    Socket(PathBuf),
     /// No process.
     #[error("cannot start {what}: {source}")]
     Start {
@@ -66,6 +72,18 @@ impl Suite {
         let uffd = Userfaultfd::open_user_with_removals();
         uffd.map(drop)
             .map_err(|errno| SuiteError::Userfaultfd(errno.into()))
+    }
+
+    /// Checks that there is a socket. It does not connect: that is a rule's.
+    ///
+    /// # Errors
+    /// There is none, although the handler is not started for each rule.
+    pub fn check_socket(&self) -> Result<(), SuiteError> {
+        let found = self.socket.metadata();
+        match found.is_ok_and(|found| found.file_type().is_socket()) || self.restart.is_some() {
+            true => Ok(()),
+            false => Err(SuiteError::Socket(self.socket.clone())),
+        }
     }
 
     /// Checks one rule.
@@ -107,7 +125,25 @@ impl Suite {
             .args(["-c", restart])
             .stdin(Stdio::null())
             .stdout(io::stderr());
-        let status = shell.status().map_err(failed)?;
+        let mut child = shell.spawn().map_err(failed)?;
+        let begin = Instant::now();
+        let status = loop {
+            match child.try_wait().map_err(failed)? {
+                Some(status) => break status,
+                None if begin.elapsed() < self.timeout => thread::sleep(LOOK),
+                None => {
+                    // It may end at this moment.
+                    let _ = child.kill();
+                    let _ = child.wait();
+                    let what = format!(
+                        "it has not returned within {:?}; let it start the handler in the \
+                         background (COMMAND &)",
+                        self.timeout
+                    );
+                    return Err(failed(io::Error::other(what)));
+                }
+            }
+        };
         match status.success() {
             true => Ok(()),
             false => Err(failed(io::Error::other(status.to_string()))),
@@ -238,6 +274,8 @@ impl Drop for Process {
 /// # Errors
 /// `order` is not the suite's text.
 pub fn check_one(order: &str) -> Result<(), String> {
+    // A thread of the suite waits for this process until its end.
+    let _ = set_parent_process_death_signal(Some(Signal::KILL));
     let order: Order = serde_json::from_str(order).map_err(|error| error.to_string())?;
     let rule = rule(&order.rule).ok_or_else(|| format!("{} is no rule", order.rule))?;
     let image = Image::open(Path::new(&order.memory)).map_err(|error| error.to_string())?;

@@ -20,7 +20,7 @@ use std::time::Duration;
 pub(crate) const LOOK: Duration = Duration::from_millis(1);
 
 /// Pages that a line of the report stands for.
-const CHUNK: usize = 256;
+const CHUNK: usize = 16;
 
 /// Memory and its userfaultfd, before and after the handler has them.
 #[derive(Debug)]

@@ -11,6 +11,7 @@
 //! lacuna lab [apf pml.score ...]  experiments, or parts of them; without a name, the first look
 //! lacuna lab --full               every mechanism, with as many rounds as figures to quote need
 //! lacuna test TOOL [...]          one test of the engine, as Linux's selftests of KVM
+//! lacuna pager-test [...]         rules for a page-fault handler, of any project
 //! lacuna doctor                   what this host can do
 //! ```
 
@@ -21,6 +22,7 @@ mod machine;
 mod memory;
 mod migrate;
 mod pager;
+mod pager_test;
 mod pages;
 mod run;
 mod serve;
@@ -35,6 +37,7 @@ pub use machine::RunOn;
 pub use memory::WrongMemory;
 pub use migrate::{MODES, MigrateArgs};
 pub use pager::{Lost, PagerArgs};
+pub use pager_test::{CHECK_ONE, PagerTestArgs};
 pub use pages::{PagesFrom, Patience};
 pub use run::{Backend, Cpu, RunArgs, SwapMedium, SwapSpec, THP, temp_dir};
 pub use serve::ServeArgs;
@@ -80,6 +83,8 @@ pub enum Command {
     Lab(LabArgs),
     /// Run one test of the engine with chosen options, as Linux's selftests of KVM
     Test(TestArgs),
+    /// Check a page-fault handler, of any project, against the rules of Firecracker's handshake
+    PagerTest(PagerTestArgs),
     /// Report what this host can do, what is missing, and how to get it
     Doctor(DoctorArgs),
 }

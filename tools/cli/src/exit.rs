@@ -13,7 +13,7 @@ use crate::signals::Signal;
 pub const EXIT_CODES: &str = "\
 Exit codes:
   0 done, or the guest has moved elsewhere;
-  1 the guest failed;
+  1 the guest failed, or pager-test found a mistake;
   2 wrong arguments or image;
   3 this host could not do it (memory, disk, a page that swap lost),
     or the result could not be written;
@@ -30,7 +30,7 @@ Exit codes:
 /// | code | meaning | for example |
 /// |---|---|---|
 /// | 0 | done, and the guest said so; or the guest has moved | `lacuna migrate` |
-/// | 1 | the guest failed | a failed check, a triple fault, a hang |
+/// | 1 | the guest failed, or a tested handler | a failed check, a triple fault, a hang |
 /// | 2 | wrong arguments or image | not an ELF, too little memory for it |
 /// | 3 | this host could not do it | no memory, a full swap device, a page that swap lost |
 /// | 4 | stopped or cancelled through the control socket | `lacuna migrate --cancel` |
@@ -45,7 +45,7 @@ Exit codes:
 pub enum Exit {
     /// Done.
     Done,
-    /// The guest failed.
+    /// The guest failed, or the handler that `lacuna pager-test` has tested.
     GuestFailed,
     /// Wrong arguments or image; `clap` uses the same code.
     Usage,

@@ -15,13 +15,14 @@
 //! * [`run`], [`image`], [`pages`], [`observe`]: `lacuna run`.
 //! * [`serve`], [`mod@pager`]: `lacuna serve`, `lacuna pager`.
 //! * [`lab`]: `lacuna lab`, and `lacuna` alone. [`mod@test`]: `lacuna test`.
+//! * [`pager_test`]: `lacuna pager-test`.
 //! * [`doctor`]: what this host can do.
 //! * [`exit`], [`output`], [`pipe`], [`signals`]: exit codes; where text and JSON go; Ctrl-C.
 //! * [`log`], [`trace`]: events of the engine on stderr, and in a file for Perfetto.
 //! * [`metrics`]: the engine's counters by HTTP.
 //!
-//! It imports `lacuna`, `lacuna-control`, `lacuna-pager`, `lacuna-lab` and `lacuna-guest`, and
-//! nothing else of the workspace. No `unsafe`.
+//! It imports `lacuna`, `lacuna-control`, `lacuna-pager`, `lacuna-pager-test`, `lacuna-lab` and
+//! `lacuna-guest`, and nothing else of the workspace. No `unsafe`.
 #![forbid(unsafe_code)]
 
 pub mod args;
@@ -39,6 +40,7 @@ pub mod monitor;
 pub mod observe;
 pub mod output;
 pub mod pager;
+pub mod pager_test;
 pub mod pages;
 pub mod pipe;
 mod progress;

@@ -14,6 +14,7 @@ use lacuna_cli::lab::lab;
 use lacuna_cli::migrate::migrate;
 use lacuna_cli::output::{complain, print, print_json};
 use lacuna_cli::pager::pager;
+use lacuna_cli::pager_test::pager_test;
 use lacuna_cli::run::{exit_of, run};
 use lacuna_cli::serve::serve;
 use lacuna_cli::snapshot::snapshot;
@@ -95,6 +96,7 @@ fn command(command: Option<Command>) -> Exit {
         Some(Command::Ctl(args)) => ctl(&args),
         Some(Command::Lab(args)) => lab(&args),
         Some(Command::Test(args)) => test(&args),
+        Some(Command::PagerTest(args)) => pager_test(&args),
         None => lab(&LabArgs::default()),
     }
 }

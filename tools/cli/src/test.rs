@@ -54,20 +54,13 @@ fn measured<T: Serialize + Display>(
         };
         let (exit, ended_early) = settled(done, signals);
         let text = outcome.as_ref().map_or(String::new(), T::to_string);
-        let result = Tested {
-            schema: SCHEMA,
-            host: HostInfo::detect(),
-            command: command_line(),
-            ended_early,
-            outcome,
-        };
-        (exit, text, to_json(&result))
+        (exit, text, to_json(&Tested::of(ended_early, outcome)))
     })
 }
 
 /// The JSON form of a result.
 #[derive(Serialize)]
-struct Tested<T> {
+pub(crate) struct Tested<T> {
     schema: u32,
     host: HostInfo,
     command: String,
@@ -75,4 +68,17 @@ struct Tested<T> {
     ended_early: Option<String>,
     #[serde(flatten)]
     outcome: Option<T>,
+}
+
+impl<T: Serialize> Tested<T> {
+    /// The result of this command.
+    pub(crate) fn of(ended_early: Option<String>, outcome: Option<T>) -> Self {
+        Self {
+            schema: SCHEMA,
+            host: HostInfo::detect(),
+            command: command_line(),
+            ended_early,
+            outcome,
+        }
+    }
 }

@@ -95,7 +95,7 @@ pub(crate) const RULES: &[Rule] = &[
     ),
     form(
         "page-size-wrong",
-        "a page size that is zero or no power of two is refused",
+        "a page size that is zero, no power of two, or larger than the region is refused",
         WRONG,
         page_size_wrong,
     ),

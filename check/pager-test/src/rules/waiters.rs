@@ -10,7 +10,7 @@ pub(crate) const RULES: &[Rule] = &[
         name: "filled-by-another",
         requires: "if UFFDIO_COPY fails with EEXIST, the handler calls UFFDIO_WAKE, because the \
                    page may be in place while its threads still sleep",
-        origin: "firecracker#4990; the handshake: EEXIST = done, then WAKE",
+        origin: "crosvm's vmm-swap, repaired there; the handshake: EEXIST means done, then wake",
         needs: Needs::OneVm,
         check: filled_by_another,
     },

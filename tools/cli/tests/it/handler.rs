@@ -24,11 +24,11 @@ const SOCKET: &str = "LACUNA_TEST_HANDLER";
 const DIES_AFTER: &str = "LACUNA_TEST_HANDLER_DIES_AFTER";
 
 /// A handler process; it ends with the test.
-struct Handler(Child);
+pub(crate) struct Handler(Child);
 
 impl Handler {
     /// Starts a handler, and waits until it listens.
-    fn start(socket: &Path, dies_after: Option<u64>) -> Self {
+    pub(crate) fn start(socket: &Path, dies_after: Option<u64>) -> Self {
         let mut command = Command::new(env::current_exe().unwrap());
         command.args(["--exact", "handler::handler_process", "--nocapture"]);
         command.env(SOCKET, socket).stdout(Stdio::null());

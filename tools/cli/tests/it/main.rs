@@ -9,6 +9,7 @@ mod metrics;
 mod migrate;
 mod monitors;
 mod pager;
+mod pager_test;
 mod pages;
 mod pin;
 mod signals;

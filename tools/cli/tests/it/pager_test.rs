@@ -1,0 +1,90 @@
+//! `lacuna pager-test`. The handler is the one of the tests of `lacuna run`: it fills pages with
+//! zeros, and serves one VM.
+
+use crate::handler::Handler;
+use lacuna_skip::test;
+use lacuna_sys::Userfaultfd;
+use std::path::Path;
+use std::process::{Command, Output};
+use tempfile::TempDir;
+
+fn pager_test(options: &[&str], folder: &Path) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_lacuna"));
+    command.arg("pager-test").args(options).current_dir(folder);
+    command.output().unwrap()
+}
+
+#[test]
+fn a_handler_of_zeros_fails_the_rule_of_content() {
+    if let Err(errno) = Userfaultfd::open_user_with_removals() {
+        lacuna_skip::skip_test(errno);
+    }
+    let folder = TempDir::new().unwrap();
+    let made = pager_test(&["--make-memory", "memory", "4M"], folder.path());
+    assert_eq!(made.status.code(), Some(0), "{made:?}");
+    let _handler = Handler::start(&folder.path().join("socket"), None);
+    let options = [
+        "--socket",
+        "socket",
+        "--memory",
+        "memory",
+        "--rule",
+        "content-in-order",
+    ];
+    let options = [&options[..], &["--json", "-"]].concat();
+    let ran = pager_test(&options, folder.path());
+    assert_eq!(ran.status.code(), Some(1), "{ran:?}");
+    let json: serde_json::Value = serde_json::from_slice(&ran.stdout).unwrap();
+    assert_eq!(
+        (&json["failed"], &json["passed"]),
+        (&1.into(), &0.into()),
+        "{json}"
+    );
+    let rule = &json["rules"][0];
+    assert_eq!(rule["outcome"], "failed");
+    assert_eq!(
+        rule["expected"],
+        "page 0 has its content in the memory file"
+    );
+    assert_eq!(rule["seen"], "zeros");
+    assert_eq!(rule["events"][0], "connected");
+}
+
+#[test]
+fn a_run_that_cannot_begin_says_why() {
+    let folder = TempDir::new().unwrap();
+    let socket = ["--socket", "socket", "--memory", "memory"];
+    for (options, code, reason) in [
+        (
+            &["--make-memory", "memory", "5M"][..],
+            2,
+            "a multiple of 2 MiB is needed",
+        ),
+        (
+            &["--make-memory", "memory", "much"],
+            2,
+            "does not begin with a whole number",
+        ),
+        (&["--socket", "socket"], 2, "--memory <FILE>"),
+        (
+            &[&socket[..], &["--rule", "walk"]].concat(),
+            2,
+            "walk is no rule; there are: content-in",
+        ),
+        (
+            &socket,
+            3,
+            "there is no socket at socket: start the handler first",
+        ),
+        (
+            &[&socket[..], &["--restart", "true"]].concat(),
+            3,
+            "cannot use the memory file memory",
+        ),
+    ] {
+        let ran = pager_test(options, folder.path());
+        let errors = String::from_utf8_lossy(&ran.stderr);
+        assert_eq!(ran.status.code(), Some(code), "{options:?}: {errors}");
+        assert!(errors.contains(reason), "{options:?}: {errors}");
+    }
+}
