@@ -272,6 +272,8 @@ impl Vm {
                 return Again::No;
             }
             Placed::Ended => {
+                // The end of the request reports a failure, which is no loss then.
+                live.units.settle(unit.number);
                 self.has_ended.store(true, Ordering::Release);
                 self.ring();
                 return Again::No;

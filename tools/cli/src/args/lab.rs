@@ -237,7 +237,7 @@ mod tests {
     fn a_part_that_does_not_exist_is_refused_with_those_that_do() {
         let refused = |line| parse(line).unwrap_err().to_string();
         let text = refused("lacuna lab pml.pages");
-        let parts = "pml has no such part: choose one of score, page, ending, harvest, kvm";
+        let parts = "pml has no such part: choose one of score, page, ending, harvest, gib, kvm";
         assert!(text.contains(parts), "{text}");
         let text = refused("lacuna lab pmk.page");
         assert!(

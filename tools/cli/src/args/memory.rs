@@ -34,9 +34,9 @@ pub enum WrongMemory {
          the three out"
     )]
     Seeded(&'static str),
-    /// A part of a huge page: the memory, and the size of a page.
-    #[error("--memory {0}: memory in huge pages is a multiple of {1}; give such a size")]
-    PartOfHugePage(Size, Size),
+    /// A part of a huge page: the bytes of memory, and the size of a page.
+    #[error("--memory: {0} bytes are not whole huge pages of {1}; give a multiple of {1}")]
+    PartOfHugePage(u64, Size),
     /// The pages of 1 GiB have no page source.
     #[error(
         "--pages-from: a page of 1 GiB would have to arrive whole before the guest uses it; give \
@@ -99,7 +99,7 @@ impl RunArgs {
             }
             (MemoryKind::Hugetlbfs1G, _, Some(_)) => Err(WrongMemory::Source1G),
             _ if !self.memory.0.is_multiple_of(page.0) => {
-                Err(WrongMemory::PartOfHugePage(self.memory, page))
+                Err(WrongMemory::PartOfHugePage(self.memory.0, page))
             }
             _ => Ok(()),
         }
@@ -163,11 +163,11 @@ mod tests {
             ),
             (
                 "--memory 7M --memory-kind hugetlbfs",
-                "--memory 7M: memory in huge pages is a multiple of 2M",
+                "7340032 bytes are not whole huge pages of 2M",
             ),
             (
                 "--memory 1025M --memory-kind hugetlbfs-1g",
-                "--memory 1025M: memory in huge pages is a multiple of 1G",
+                "1074790400 bytes are not whole huge pages of 1G",
             ),
             (
                 "--memory 1G --memory-kind hugetlbfs-1g --pages-from zeros",

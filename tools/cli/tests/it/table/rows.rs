@@ -134,7 +134,7 @@ pub const TABLE: &[Row] = &[
         Nothing,
         "$LACUNA run hello --memory-kind hugetlbfs --memory 33M",
         2,
-        &["--memory 33M: memory in huge pages is a multiple of 2M"],
+        &["--memory: 34603008 bytes are not whole huge pages of 2M"],
     ),
     // No machine of these tests has reserved as many.
     (
