@@ -33,7 +33,8 @@
 //! changes it to Resident. For `Empty` the block word is read too: if the first touch of a block
 //! made a compound page, all its page words are Empty.
 //!
-//! `Discarding`: a thread discards the page's bytes, and then makes it Zero or Empty. `InPlace`,
+//! `Discarding`: a thread discards the page's bytes, and then makes it Zero or Empty; or it pages
+//! the page out, and then makes it PagedOut or InPlace. `InPlace`,
 //! `PagedOut` and `PagingIn` are states of Linux memory, whose pages have no frame of the budget:
 //! `lacuna-host` draws them.
 //!

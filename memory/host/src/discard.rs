@@ -17,11 +17,12 @@ use crate::host::Host;
 use crate::region::Region;
 use crate::settled::TICK;
 use lacuna_addr::{BackingRange, PAGE_SIZE, Pfn};
-use lacuna_frames::{PageBlockState, PageNo, PageState};
+use lacuna_frames::{PageBlockState, PageNo, PageState, PageWord};
 use lacuna_linux::LinuxMemory;
 use std::sync::atomic::Ordering;
 
-/// The most pages discarded at once. Their vCPUs are asked to flush once.
+/// How many pages are discarded at once, rounded up to whole huge pages of hugetlbfs. Their vCPUs
+/// are asked to flush once.
 const AT_ONCE: u64 = 1 << 15;
 
 /// What a discarded page is afterwards.
@@ -90,18 +91,48 @@ impl Host {
         if to == Discarded::Missing && (region.origin.is_none() || region.outside().is_some()) {
             return Err(refused("no page source would provide them again"));
         }
+        let unit = region.linux.as_ref().map_or(1, LinuxMemory::unit);
         let mut from = 0;
         while from < range.pages() {
             let start = range.start().checked_add_pages(from).expect("in the range");
-            let pages = AT_ONCE.min(range.pages() - from);
+            let pages = AT_ONCE.next_multiple_of(unit).min(range.pages() - from);
             let part = BackingRange::new(start, pages).expect("aligned");
             match &region.linux {
-                Some(linux) => self.core.discard_linux(&region, linux, part, to)?,
+                Some(linux) => {
+                    self.end_page_ins(&region, part);
+                    self.core.discard_linux(&region, linux, part, to)?;
+                }
                 None => self.discard_frames(&region, part, to),
             }
             from += pages;
         }
         Ok(())
+    }
+
+    /// Waits until no page of `range` is on its way back from Linux's swap. A read that has not
+    /// begun is left out. This thread may be the only one that delivers completions.
+    fn end_page_ins(&self, region: &Region, range: BackingRange) {
+        let first = PageNo::of(range.start());
+        loop {
+            let seen = self.core.settled.generation();
+            let mut is_one_begun = false;
+            for page in (0..range.pages() as usize).map(|at| first.plus(at)) {
+                if region.word(page).map(PageWord::load) != Some(PageState::PagingIn) {
+                    continue;
+                }
+                if let Some(ticket) = self.core.ticket_with(page) {
+                    match ticket.claim() {
+                        true => self.core.complete_page_in(&ticket, Ok(())),
+                        false => is_one_begun = true,
+                    }
+                }
+            }
+            if !is_one_begun {
+                return;
+            }
+            self.io.hurry(region);
+            self.io.help(&self.core, seen, TICK);
+        }
     }
 
     /// Each page is discarded once: a guest that runs may use it again before the last one is.

@@ -40,8 +40,9 @@ impl Host {
         self.core.is_never_provided(PageNo::of(addr), cache)
     }
 
-    /// Whether no frame holds the page at `addr`: it is missing, swapped out, being read, or was
-    /// dropped as zeros. False for a lost or removed page, because no thread can bring it back.
+    /// Whether no frame holds the page at `addr`: it is missing, swapped or paged out, being read,
+    /// or was dropped as zeros. False for a lost or removed page, because no thread can bring it
+    /// back.
     pub fn is_nonresident(&self, addr: BackingAddr, cache: &mut PerCpuPages) -> bool {
         let page = PageNo::of(addr);
         cache.find(page).is_some() && cache.region().lacks_frame(page)

@@ -37,8 +37,9 @@ pub enum Resolution {
     /// Never provided, and the region has a page source. The ticket is used as in `Pending`; a VMM
     /// may instead provide the page itself.
     Missing(Ticket),
-    /// Another thread discards the page's bytes ([`Host::discard`], [`Host::make_missing`]) and
-    /// waits for vCPUs: a vCPU goes offline, then resolves again.
+    /// Another thread discards the page's bytes ([`Host::discard`], [`Host::make_missing`]) or
+    /// pages it out ([`Host::page_out`]), and waits for vCPUs: a vCPU goes offline, then resolves
+    /// again.
     Busy,
     /// No frame is free: release all locks, call [`Host::reclaim_direct`], then resolve again.
     NoMemory,
@@ -80,7 +81,7 @@ impl Host {
             .resolve(PageNo::of(addr), access, max_level, cache)
     }
 
-    /// The first frame of `addr`'s block, and the size of its huge page, if it is in one. A
+    /// The size of `addr`'s huge page, if it is in one, and the frame of `addr`'s block there. A
     /// compound page may be split a moment later; the split calls its notifier's
     /// [`MmuNotifier::split_huge`]. A huge page of hugetlbfs stays whole.
     pub fn huge_page(&self, addr: BackingAddr) -> Option<Frame> {

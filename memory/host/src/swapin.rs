@@ -13,7 +13,8 @@ use std::sync::atomic::AtomicBool;
 use tracing::{debug, trace};
 
 impl Host {
-    /// Passes the read to the executor, if it has not been passed yet. Returns at once.
+    /// Passes the read to the executor, if it has not been passed yet. Does not wait for it; from
+    /// compressed memory, the pages read ahead are decompressed here.
     ///
     /// # Panics
     /// If the ticket is another host's: its frame is not in this host's pool.

@@ -2,7 +2,8 @@
 //!
 //! The fault that gives the page a frame creates the ticket; every later fault on the page gets the
 //! same ticket. A ticket says which page will be in which frame, and which threads wait for it. The
-//! page word says what completes it (`Reading`: swap; `Fetching`: the region's page source).
+//! page word says what completes it (`Reading`: swap; `Fetching`: the region's page source;
+//! `PagingIn`: Linux).
 //! `flight` has the states.
 //!
 //! Pages that are filled together share the first page's ticket, which gathers their content.

@@ -19,7 +19,7 @@ use lacuna_sys::{Errno, TakenPages, Userfaultfd, Waiters};
 use rustix::mm::MapFlags;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering, fence};
 
 /// The Linux memory of one region.
 pub struct LinuxMemory {
@@ -33,6 +33,8 @@ pub struct LinuxMemory {
     pub outside: Option<Arc<FillHandler>>,
     /// What the memory is made of.
     pub backing: LinuxBacking,
+    /// Linux was told that a page of a private file comes without its neighbours.
+    pub is_read_singly: AtomicBool,
     users: Striped<Users>,
 }
 
@@ -94,6 +96,7 @@ impl LinuxMemory {
                     Filled::BySource(_) | Filled::ByLinux => None,
                 },
                 backing,
+                is_read_singly: AtomicBool::new(false),
                 users: Striped::default(),
             }),
             Err(error) => {

@@ -129,7 +129,7 @@ impl Ring {
         if submitted == 0 {
             return;
         }
-        shared.enter();
+        shared.enter(submitted);
         // A thread that sleeps on the ring does not learn of a read that the kernel has not taken.
         if !shared.is_watched() || shared.owed.load(Ordering::Relaxed) {
             shared.wake();
@@ -277,7 +277,7 @@ impl SharedRing {
 
     fn submit(&self, sqe: &squeue::Entry) {
         self.queue(sqe);
-        self.enter();
+        self.enter(1);
     }
 
     fn queue(&self, sqe: &squeue::Entry) {
@@ -292,18 +292,23 @@ impl SharedRing {
         drop(turn);
     }
 
-    /// Makes the kernel take all queued submissions, also other threads'.
-    fn enter(&self) {
-        // If the kernel took nothing, the call was interrupted or short of memory for a moment, or
-        // another thread's call has taken all.
-        if !self.ring.submit().is_ok_and(|taken| taken > 0) {
+    /// Makes the kernel take all queued submissions, also other threads'. The caller has queued
+    /// `own` of them.
+    fn enter(&self, own: usize) {
+        // If the kernel took fewer, the call was interrupted or short of memory for a moment, or
+        // another thread's call has taken them.
+        if !self.ring.submit().is_ok_and(|taken| taken >= own) {
             self.owed.store(true, Ordering::Relaxed);
         }
     }
 
     fn pay(&self) {
         if self.owed.load(Ordering::Relaxed) && self.owed.swap(false, Ordering::Relaxed) {
-            self.enter();
+            while let taken @ (Err(_) | Ok(1..)) = self.ring.submit() {
+                if taken.is_err() {
+                    return self.owed.store(true, Ordering::Relaxed);
+                }
+            }
         }
     }
 

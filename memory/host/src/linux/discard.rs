@@ -32,6 +32,11 @@ impl Core {
         to: Discarded,
     ) -> Result<(), HostError> {
         let first = PageNo::of(range.start());
+        let index = region.index_of(first);
+        assert!(
+            linux.is_whole(index, range.pages()),
+            "{range:?} has a part of a huge page"
+        );
         let unit = linux.unit() as usize;
         let mut taken = Vec::with_capacity(range.pages() as usize);
         for at in (0..range.pages() as usize).step_by(unit) {
@@ -52,7 +57,6 @@ impl Core {
         }
         region.notifier.invalidate(&[range]);
         linux.wait_for_users();
-        let index = region.index_of(first);
         let left = match &linux.outside {
             Some(_) => linux.unregister(index..index + range.pages()),
             None => Ok(()),
@@ -144,6 +148,7 @@ impl Core {
                     std::thread::yield_now();
                 }
                 // The page's bytes are no longer needed, so a read that has not begun is left out.
+                // `Host::end_page_ins` has waited for those that had begun.
                 PageState::PagingIn => {
                     let ticket = self.ticket_with(page);
                     if let Some(ticket) = ticket.filter(Ticket::claim) {

@@ -48,9 +48,10 @@ pub(crate) enum Trimmed {
 }
 
 impl Host {
-    /// Sets how many pages of Linux memory shall be in place, of all regions. While there are more,
-    /// the background thread ([`Host::spawn_background`]) pages out the coldest ones, as
-    /// [`Host::page_out`] does. Any thread may call this at any time.
+    /// Sets how many pages of Linux memory shall be in place, of all regions but those in huge
+    /// pages of hugetlbfs, which cannot leave. While there are more, the background thread
+    /// ([`Host::spawn_background`]) pages out the coldest ones, as [`Host::page_out`] does. Any
+    /// thread may call this at any time.
     pub fn limit_linux(&self, pages: PageCount) {
         self.core.linux_limit.store(pages.get(), Ordering::Relaxed);
         self.core.wake_background();
@@ -64,7 +65,10 @@ impl Core {
         if limit == u64::MAX {
             return Trimmed::Unlimited;
         }
-        let over = self.linux_pages().saturating_sub(limit) as usize;
+        let regions = self.regions.snapshot();
+        let in_place = regions.iter().filter(can_leave).filter_map(linux_of);
+        let in_place: u64 = in_place.map(LinuxMemory::pages_in_place).sum();
+        let over = in_place.saturating_sub(limit) as usize;
         if over == 0 {
             return Trimmed::Enough;
         }
@@ -80,6 +84,9 @@ impl Core {
             word == Some(PageState::InPlace)
         };
         let mut pages: Vec<_> = pages.filter(in_place).collect();
+        if pages.is_empty() {
+            return Trimmed::Left(0);
+        }
         let ranges: Vec<_> = pages.iter().map(|page| page.range()).collect();
         let mut young = vec![false; pages.len()];
         region.notifier.age(&ranges, &mut young);
@@ -98,7 +105,6 @@ impl Core {
     /// again.
     fn next_window(&self, hand: &mut LinuxHand) -> Option<(Arc<Region>, PageNo)> {
         let regions = self.regions.snapshot();
-        let can_leave = |region: &&Arc<Region>| region.linux.is_some() && !region.has_units();
         let end = |region: &Arc<Region>| {
             PageNo::of(region.range().start()).get() + region.range().pages()
         };
@@ -120,7 +126,16 @@ impl Core {
     /// Pages in place in Linux memory, of all regions.
     pub fn linux_pages(&self) -> u64 {
         let regions = self.regions.snapshot();
-        let linux = regions.iter().filter_map(|region| region.linux.as_ref());
+        let linux = regions.iter().filter_map(linux_of);
         linux.map(LinuxMemory::pages_in_place).sum()
     }
+}
+
+/// Whether Linux can page out the region's memory.
+fn can_leave(region: &&Arc<Region>) -> bool {
+    region.linux.is_some() && !region.has_units()
+}
+
+fn linux_of(region: &Arc<Region>) -> Option<&LinuxMemory> {
+    region.linux.as_ref()
 }

@@ -31,6 +31,7 @@ use lacuna_frames::{BLOCK, PageNo, PageState};
 use lacuna_linux::{LinuxBacking, LinuxMemory};
 use lacuna_swap::SwapError;
 use lacuna_sys::{Errno, Pagemap, TakenPages};
+use std::sync::atomic::Ordering;
 
 /// The most pages paged out at once, 2 MiB. A vCPU that needs one of them waits meanwhile.
 const AT_ONCE: usize = BLOCK;
@@ -84,11 +85,6 @@ impl Core {
         linux: &LinuxMemory,
         mut pages: Vec<PageNo>,
     ) -> Result<u64, Errno> {
-        if matches!(linux.backing, LinuxBacking::Private(_)) {
-            // Otherwise each page that comes back brings its neighbours, which no word records.
-            let all = region.range().pages() as usize;
-            self.frames.pool.read_singly(linux.first, all)?;
-        }
         let pinned = self.pinned_pages();
         let change = |page, from, to| {
             let word = region.word(page);
@@ -104,15 +100,19 @@ impl Core {
         let runs = || pages.chunk_by(|a, b| a.plus(1) == *b);
         let ranges = runs().filter_map(|run| BackingRange::new(run[0].addr(), run.len() as u64));
         region.notifier.invalidate(&ranges.collect::<Vec<_>>());
+        // A thread that has found a page in place may still touch it.
+        linux.wait_for_users();
         let mut left = 0;
-        let mut result = Ok(());
+        let mut result = self.read_singly(region, linux);
+        let pagemap = Pagemap::open();
         for run in runs() {
             let from = linux.pfn(region.index_of(run[0]));
             result = result.and(self.frames.pool.page_out_linux(from, run.len()));
             // Without `/proc`, no page counts as mapped. Its next access finds it at once.
             let addresses = self.frames.pool.range(from, run.len());
-            let mapped = Pagemap::open().and_then(|pagemap| pagemap.mapped(addresses));
-            let mapped = mapped.unwrap_or_else(|_| vec![false; run.len()]);
+            let mapped = pagemap.as_ref().ok();
+            let mapped = mapped.and_then(|pagemap| pagemap.mapped(addresses).ok());
+            let mapped = mapped.unwrap_or_else(|| vec![false; run.len()]);
             for (page, mapped) in run.iter().zip(mapped) {
                 let to = match mapped {
                     // The kernel may have taken the page away just before.
@@ -129,6 +129,19 @@ impl Core {
         Counters::add(&self.stats.linux_paged_out, left);
         self.settled.bump();
         result.map(|()| left)
+    }
+
+    /// From now on, a page of a private file that comes back does not bring its neighbours, which
+    /// no word would record. A page of the region is Discarding, so the region is not removed.
+    fn read_singly(&self, region: &Region, linux: &LinuxMemory) -> Result<(), Errno> {
+        let is_private = matches!(linux.backing, LinuxBacking::Private(_));
+        match is_private && !linux.is_read_singly.swap(true, Ordering::Relaxed) {
+            true => {
+                let all = region.range().pages() as usize;
+                self.frames.pool.read_singly(linux.first, all)
+            }
+            false => Ok(()),
+        }
     }
 
     /// The first fault on a paged-out page.

@@ -39,6 +39,8 @@ const MAX_TURNS: usize = 4;
 /// failures in a row.
 const MAX_FAILURES: usize = 4;
 
+/// How many windows of Linux memory the hand looks at before a pause, unless pages leave.
+const LINUX_WINDOWS: usize = 16;
 /// Pause of the background thread between two steps of collapse, and after a reclaim in vain. A
 /// collapse by copy takes about 1/50 of this.
 const PACE: Duration = Duration::from_millis(10);
@@ -279,23 +281,27 @@ impl Host {
         }
     }
 
-    /// One step towards the limit of Linux memory, or one step of collapse, because there is
-    /// nothing to reclaim, then a pause. The pause bounds the thread's load, and ends early when
-    /// [`Core::wake_background_if_low`] unparks the thread.
+    /// Some steps towards the limit of Linux memory, and one step of collapse, because there is
+    /// nothing to reclaim. Unless pages leave, a pause follows. It bounds the thread's load, and
+    /// ends early when [`Core::wake_background_if_low`] unparks the thread.
     fn idle(&self, hand: &mut LinuxHand) {
-        let trimmed = self.core.trim_linux(hand);
+        let mut trimmed = self.core.trim_linux(hand);
+        for _ in 1..LINUX_WINDOWS {
+            if trimmed == Trimmed::Left(0) {
+                trimmed = self.core.trim_linux(hand);
+            }
+        }
+        let collapse = (self.core.huge != HugePages::Never).then(|| self.collapse_step());
+        let is_idle = matches!(collapse, None | Some(Collapse::Idle));
         let pause = match trimmed {
             Trimmed::Left(1..) => return,
-            Trimmed::Left(0) if hand.is_stuck() => REST,
-            Trimmed::Unlimited if self.core.huge == HugePages::Never => {
+            Trimmed::Unlimited if collapse.is_none() => {
                 std::thread::park();
                 return;
             }
-            _ if self.core.huge == HugePages::Never => PACE,
-            _ => match self.collapse_step() {
-                Collapse::Idle if trimmed == Trimmed::Unlimited => REST,
-                _ => PACE,
-            },
+            Trimmed::Unlimited if is_idle => REST,
+            Trimmed::Left(0) if is_idle && hand.is_stuck() => REST,
+            _ => PACE,
         };
         std::thread::park_timeout(pause);
     }

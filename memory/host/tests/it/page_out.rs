@@ -2,12 +2,13 @@
 
 use crate::common;
 
-use common::linux::{BLOCK, file, host, private, read, vm, vm_of_file};
+use common::linux::{BLOCK, file, host, private, read, virtual_host, vm, vm_of_file};
 use common::source::{TestSource, page_with};
 use common::{FakeMmu, Use, Vm};
 use lacuna_addr::{Access, BackingRange, Level, PageCount};
 use lacuna_host::{
-    Host, HostError, LinuxBacking, Resolution, SeenLosses, SharedFill, SharedMemory, Ticket,
+    FaultyStore, Host, HostError, LinuxBacking, Resolution, SeenLosses, SharedFill, SharedMemory,
+    Ticket,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -101,6 +102,27 @@ fn paged_out_pages_are_discarded_and_removed() {
     host.start(&tickets[3]);
     host.remove_region(vm.range).unwrap();
     assert!(tickets.iter().all(Ticket::is_done));
+    host.verify();
+}
+
+/// In virtual time, the thread that discards a page on its way back is the only one that delivers
+/// the page.
+#[test]
+fn a_page_on_its_way_back_is_discarded_in_virtual_time() {
+    let store = Box::new(FaultyStore::new(PageCount::new(100)));
+    let budget = Host::minimum_budget(8).get();
+    let (host, clock) = virtual_host(budget, store, BLOCK);
+    let mut vm = vm_of_file(&host, &clock, &file(PAGES), PAGES);
+    vm.check_all();
+    host.page_out(vm.range).unwrap();
+    let Resolution::Pending(ticket) = resolve(&mut vm, 3) else {
+        panic!("the page has left");
+    };
+    host.start(&ticket);
+    host.discard(BackingRange::new(vm.addr(0), 10).unwrap())
+        .unwrap();
+    assert!(ticket.is_done());
+    assert_eq!(read(&host, vm.addr(3)), Ok(0));
     host.verify();
 }
 

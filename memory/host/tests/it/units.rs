@@ -488,3 +488,20 @@ fn the_first_content_counts() {
     assert_eq!(read(&host, vm.addr(511)), Ok(5));
     host.verify();
 }
+
+/// A discarded huge page of 1 GiB ends where the next one begins.
+#[lacuna_skip::test]
+fn a_discard_of_1_gib_leaves_the_next_page() {
+    const GIB: u64 = Level::L1G.pages();
+    let _reserved = HugePages::reserve_1g(2);
+    let host = host(2 * GIB);
+    let memory = SharedMemory::huge(PageCount::new(2 * GIB), Level::L1G).unwrap();
+    let vm = common::linux::vm(&host, LinuxBacking::Shared(memory), 2 * GIB, None);
+    for page in [5, GIB + 5] {
+        host.copy_in(vm.addr(page), &[7; 8]).unwrap();
+    }
+    host.discard(part(&vm, 0, GIB)).unwrap();
+    assert_eq!(read(&host, vm.addr(5)), Ok(0));
+    assert_eq!(read(&host, vm.addr(GIB + 5)), Ok(0x0707_0707_0707_0707));
+    host.verify();
+}
