@@ -433,7 +433,7 @@ fn one(page: Hva) -> Range {
     }
 }
 
-/// The fault in one message. Only fault events are enabled.
+/// The fault in one message; `None` if it is another event.
 fn fault(message: &[u8]) -> Option<Fault> {
     let word = |at: usize| {
         Some(u64::from_ne_bytes(

@@ -207,6 +207,22 @@ fn refuses(subject: &Subject, what: &str, change: &dyn Fn(&mut Vec<Listed>), fd:
     refused(&connection)
 }
 
+/// A change of the list of regions, and what it is.
+type Change<'a> = (&'a str, &'a dyn Fn(&mut Vec<Listed>));
+
+/// Checks that each of these lists is refused. A handler that is started for the rule may end at
+/// the first one, so it gets only that.
+fn refuses_each(subject: &Subject, changes: &[Change<'_>]) -> Verdict {
+    let sent = match subject.order.is_started {
+        true => 1,
+        false => changes.len(),
+    };
+    for (what, change) in &changes[..sent] {
+        refuses(subject, what, change, Sent::Userfaultfd)?;
+    }
+    still_serves(subject)
+}
+
 fn refused(connection: &Connection) -> Verdict {
     expect("the handler refuses the message: it closes the connection");
     connection.wait_for_close();
@@ -280,64 +296,48 @@ fn regions_overlap(subject: &Subject) -> Verdict {
 }
 
 fn region_unaligned(subject: &Subject) -> Verdict {
-    let base = |list: &mut Vec<Listed>| {
-        list[0].base_host_virt_addr += 0x200;
-        list[0].size -= PAGE_SIZE as u64;
-    };
-    refuses(
+    refuses_each(
         subject,
-        "an address within a page",
-        &base,
-        Sent::Userfaultfd,
-    )?;
-    let size = |list: &mut Vec<Listed>| list[0].size -= 0x200;
-    refuses(
-        subject,
-        "a size of no whole pages",
-        &size,
-        Sent::Userfaultfd,
-    )?;
-    let offset = |list: &mut Vec<Listed>| {
-        list[0].offset = 0x200;
-        list[0].size -= PAGE_SIZE as u64;
-    };
-    refuses(
-        subject,
-        "an offset within a page",
-        &offset,
-        Sent::Userfaultfd,
-    )?;
-    still_serves(subject)
+        &[
+            ("an address within a page", &|list| {
+                list[0].base_host_virt_addr += 0x200;
+                list[0].size -= PAGE_SIZE as u64;
+            }),
+            ("a size of no whole pages", &|list| list[0].size -= 0x200),
+            ("an offset within a page", &|list| {
+                list[0].offset = 0x200;
+                list[0].size -= PAGE_SIZE as u64;
+            }),
+        ],
+    )
 }
 
 fn region_overflow(subject: &Subject) -> Verdict {
     const LAST: u64 = u64::MAX - PAGE_SIZE as u64 + 1;
-    let base = |list: &mut Vec<Listed>| list[0].base_host_virt_addr = LAST;
-    refuses(
+    refuses_each(
         subject,
-        "addresses beyond 64 bits",
-        &base,
-        Sent::Userfaultfd,
-    )?;
-    let offset = |list: &mut Vec<Listed>| list[0].offset = LAST;
-    refuses(
-        subject,
-        "offsets beyond 64 bits",
-        &offset,
-        Sent::Userfaultfd,
-    )?;
-    still_serves(subject)
+        &[
+            ("addresses beyond 64 bits", &|list| {
+                list[0].base_host_virt_addr = LAST;
+            }),
+            ("offsets beyond 64 bits", &|list| list[0].offset = LAST),
+        ],
+    )
 }
 
 fn page_size_wrong(subject: &Subject) -> Verdict {
-    for bytes in [0, 6144, 1 << 63] {
-        let size = |list: &mut Vec<Listed>| {
-            list[0].page_size = Some(bytes);
-            list[0].page_size_kib = Some(bytes);
-        };
-        refuses(subject, "a wrong page size", &size, Sent::Userfaultfd)?;
-    }
-    still_serves(subject)
+    let set = |list: &mut Vec<Listed>, bytes| {
+        list[0].page_size = Some(bytes);
+        list[0].page_size_kib = Some(bytes);
+    };
+    refuses_each(
+        subject,
+        &[
+            ("a page size of 6144 bytes", &|list| set(list, 6144)),
+            ("a page size of 0", &|list| set(list, 0)),
+            ("a page size of 2^63 bytes", &|list| set(list, 1 << 63)),
+        ],
+    )
 }
 
 fn closed_early(subject: &Subject) -> Verdict {

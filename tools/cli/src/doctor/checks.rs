@@ -158,10 +158,7 @@ pub(super) fn hugetlbfs() -> Check {
     let advice = "--memory-kind hugetlbfs needs them: echo 1024 > /proc/sys/vm/nr_hugepages";
     match (count("2048kB"), count("1048576kB").unwrap_or(0)) {
         (None, _) => Check::missing("this kernel has no reserved huge pages", advice),
-        (Some(0), large) => {
-            let found = format!("no free reserved pages of 2M, {large} of 1G");
-            Check::limited(found, advice)
-        }
+        (Some(0), 0) => Check::limited("no free reserved pages of 2M or of 1G", advice),
         (Some(small), large) => {
             let found = format!("{small} free reserved pages of 2M, {large} of 1G");
             Check::ok(found)
