@@ -153,4 +153,12 @@ impl<A: SlotAddress> SlotAddressRange<A> {
         let end = self.end.min(other.end);
         (start < end).then_some(Self { start, end })
     }
+
+    /// Both ranges as one; `None` if there are addresses between them.
+    pub fn join(self, other: Self) -> Option<Self> {
+        let start = self.start.min(other.start);
+        let end = self.end.max(other.end);
+        let meet = self.start.max(other.start) <= self.end.min(other.end);
+        meet.then_some(Self { start, end })
+    }
 }

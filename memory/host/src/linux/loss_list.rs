@@ -1,7 +1,7 @@
 //! The list of pages that the kernel has taken away.
 
 use crate::region::{MmuNotifier, Region};
-use lacuna_frames::PageNo;
+use lacuna_addr::BackingRange;
 use lacuna_sync::{Mutex, lock, lock_order};
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Weak};
@@ -24,13 +24,24 @@ pub(crate) struct List {
     pub count: usize,
 }
 
+/// Consecutive pages that were settled together.
 pub(crate) struct Loss {
     /// The number of earlier losses.
     pub number: usize,
-    pub page: PageNo,
-    /// Whether a vCPU may have read it: no fetch was in flight.
+    pub pages: BackingRange,
+    /// Whether a vCPU may have read them: no fetch was in flight.
     pub read: bool,
     pub owner: Weak<dyn MmuNotifier>,
+}
+
+impl Loss {
+    /// Adds the pages of `next`, if one entry can describe both. Returns whether it can.
+    pub fn join(&mut self, next: &Self) -> bool {
+        let alike = self.read == next.read && self.owner.ptr_eq(&next.owner);
+        let joined = self.pages.join(next.pages).filter(|_| alike);
+        self.pages = joined.unwrap_or(self.pages);
+        joined.is_some()
+    }
 }
 
 /// The losses that a reader has looked at.

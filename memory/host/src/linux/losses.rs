@@ -25,6 +25,10 @@ use lacuna_sys::TakenPages;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+/// The most ranges that one call unmaps. The MMU counts the ranges in progress under each of its
+/// range locks, up to 32767.
+const RANGES_AT_ONCE: usize = 1024;
+
 /// The reason of a loss, for pages that the kernel has taken away.
 const REASON: &str = "Linux has taken its memory away: a memory error, a memory file that became \
                       shorter, or no huge page left";
@@ -79,11 +83,11 @@ impl Host {
         let mut lost = Vec::new();
         (*seen, ()) = self.losses_since(*seen, |loss| {
             if loss.read && std::ptr::addr_eq(loss.owner.as_ptr(), notifier) {
-                lost.push(loss.page);
+                lost.push(loss.pages);
             }
         });
         unmap(notifier, &mut lost);
-        Some(self.core.lost_page(*lost.first()?))
+        Some(self.core.lost_page(PageNo::of(lost.first()?.start())))
     }
 
     fn losses_since(&self, seen: SeenLosses, each: impl FnMut(&Loss)) -> (SeenLosses, ()) {
@@ -129,15 +133,18 @@ impl Host {
     }
 }
 
-/// Unmaps `pages`.
-fn unmap(notifier: &dyn MmuNotifier, pages: &mut Vec<PageNo>) {
-    if pages.is_empty() {
-        return;
+/// Sorts and unmaps `ranges`. Ranges that meet become one, so that a huge leaf is removed as a
+/// whole. A page that was lost more than once is in more than one range.
+fn unmap(notifier: &dyn MmuNotifier, ranges: &mut Vec<BackingRange>) {
+    ranges.sort_unstable_by_key(|range| range.start());
+    ranges.dedup_by(|next, last| {
+        let joined = last.join(*next);
+        *last = joined.unwrap_or(*last);
+        joined.is_some()
+    });
+    for some in ranges.chunks(RANGES_AT_ONCE) {
+        notifier.invalidate(some);
     }
-    pages.sort_unstable();
-    pages.dedup();
-    let ranges: Vec<_> = pages.iter().map(|page| page.range()).collect();
-    notifier.invalidate(&ranges);
 }
 
 impl Core {
@@ -164,35 +171,37 @@ impl Core {
             count: number,
         } = &mut *list;
         let before = lost.len();
-        let mut unmapped: Vec<(Arc<dyn MmuNotifier>, Vec<PageNo>)> = Vec::new();
+        let mut unmapped: Vec<(Arc<dyn MmuNotifier>, Vec<BackingRange>)> = Vec::new();
         self.frames.pool.take_taken(|pfn| {
             let Some((region, page)) = find(regions, pfn) else {
                 return;
             };
-            let read = region.lose(page);
-            let owner = Arc::downgrade(&region.notifier);
-            lost.push(Loss {
+            let loss = Loss {
                 number: *number,
-                page,
-                read,
-                owner,
-            });
-            *number += 1;
+                pages: page.range(),
+                read: region.lose(page),
+                owner: Arc::downgrade(&region.notifier),
+            };
+            let last = lost[before..].last_mut();
+            if !last.is_some_and(|last| last.join(&loss)) {
+                lost.push(loss);
+                *number += 1;
+            }
         });
         for loss in &lost[before..] {
             let Some(owner) = loss.owner.upgrade() else {
                 continue;
             };
             match unmapped.last_mut() {
-                Some((last, pages)) if Arc::ptr_eq(last, &owner) => pages.push(loss.page),
-                _ => unmapped.push((owner, vec![loss.page])),
+                Some((last, ranges)) if Arc::ptr_eq(last, &owner) => ranges.push(loss.pages),
+                _ => unmapped.push((owner, vec![loss.pages])),
             }
         }
         // Stored under the lock: no thread may see the count before all words are changed.
         self.losses.settled.store(count, Ordering::Release);
         drop(list);
-        for (owner, mut pages) in unmapped {
-            unmap(&*owner, &mut pages);
+        for (owner, mut ranges) in unmapped {
+            unmap(&*owner, &mut ranges);
         }
     }
 
@@ -216,7 +225,10 @@ impl Core {
     /// The reason of `page`'s loss, if the kernel has taken it away.
     pub fn reason_of_loss(&self, page: PageNo) -> Option<&'static str> {
         let list = lock(&self.losses.list);
-        let taken = list.lost.iter().any(|loss| loss.page == page);
+        let taken = list
+            .lost
+            .iter()
+            .any(|loss| loss.pages.contains(page.addr()));
         taken.then_some(REASON)
     }
 }
@@ -260,22 +272,24 @@ impl Region {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::{FaultyStore, HostConfig, HugePages, Io};
-    use lacuna_addr::PageCount;
+    use crate::{FaultyStore, HostConfig, HugePages, Io, Resolution};
+    use lacuna_addr::{Access, Level, PageCount};
     use lacuna_sync::HostClock;
+    use std::sync::mpsc;
 
-    struct NoMmu;
+    /// Sends the ranges of each call.
+    struct NoMmu(mpsc::Sender<Vec<BackingRange>>);
 
     impl MmuNotifier for NoMmu {
-        fn invalidate(&self, _: &[BackingRange]) {}
+        fn invalidate(&self, ranges: &[BackingRange]) {
+            let _ = self.0.send(ranges.to_vec());
+        }
         fn age(&self, _: &[BackingRange], _: &mut [bool]) {}
         fn split_huge(&self, _: BackingRange) {}
         fn end_of_aging(&self) {}
     }
 
-    /// VMs are made, lose a page, and are dropped with their losses. Later losses are still found.
-    #[test]
-    fn losses_go_with_their_vms() {
+    fn host() -> Arc<Host> {
         let config = HostConfig {
             budget: PageCount::new(Host::minimum_budget(2).get()),
             huge: HugePages::Never,
@@ -283,10 +297,68 @@ mod tests {
             io: Io::Threads { readers: 1 },
             clock: Arc::new(HostClock::default()),
         };
-        let host = Host::with_linux_memory(config, PageCount::new(512)).unwrap();
+        Host::with_linux_memory(config, PageCount::new(512)).unwrap()
+    }
+
+    fn range(page: u64, pages: u64) -> BackingRange {
+        BackingRange::new(PageNo::new(page).addr(), pages).unwrap()
+    }
+
+    #[test]
+    fn ranges_that_meet_are_unmapped_as_one() {
+        let (sender, calls) = mpsc::channel();
+        let mmu = NoMmu(sender);
+        let mut ranges = vec![range(9, 1), range(3, 2), range(5, 1), range(4, 1)];
+        unmap(&mmu, &mut ranges);
+        assert_eq!(calls.try_recv().unwrap(), [range(3, 3), range(9, 1)]);
+        let mut apart: Vec<_> = (0..2500).map(|page| range(2 * page + 1, 1)).collect();
+        unmap(&mmu, &mut apart);
+        let calls: Vec<_> = calls.try_iter().collect();
+        assert!(calls.iter().all(|ranges| ranges.len() <= RANGES_AT_ONCE));
+        assert_eq!(calls.concat(), apart);
+    }
+
+    /// A vCPU reads zeros in pages that the kernel has taken away, and finds out afterwards.
+    #[test]
+    fn consecutive_lost_pages_are_one_loss() {
+        let host = host();
+        let (sender, calls) = mpsc::channel();
+        let vm: Arc<dyn MmuNotifier> = Arc::new(NoMmu(sender));
+        let memory = host.add_linux_region(None, PageCount::new(64), Arc::clone(&vm));
+        let memory = memory.unwrap();
+        let pages = range(PageNo::of(memory.start()).get() + 7, 40);
+        let at = |page| pages.start().checked_add_pages(page).unwrap();
+        let mut cache = host.per_cpu_pages().unwrap();
+        let mut seen = host.seen_losses();
+        let frames: Vec<_> = (0..40)
+            .map(
+                |page| match host.resolve(at(page), Access::Write, Level::L4K, &mut cache) {
+                    Resolution::Ready(frame) => frame.pfn,
+                    other => panic!("{other:?}"),
+                },
+            )
+            .collect();
+        host.take_away(pages).unwrap();
+        for frame in frames {
+            host.frame(frame).read(0, &mut [1; 8]);
+        }
+        assert_eq!(host.losses(), 40);
+        assert_eq!(host.lost_since(&mut seen, &*vm).unwrap().page, at(0));
+        assert!(calls.try_iter().all(|ranges| ranges == [pages]));
+        assert_eq!(lock(&host.core.losses.list).lost.len(), 1);
+        let reason = |page| host.core.reason_of_loss(PageNo::of(page));
+        assert!((0..40).all(|page| reason(at(page)).is_some()));
+        assert_eq!(reason(pages.end()), None);
+        host.verify();
+    }
+
+    /// VMs are made, lose a page, and are dropped with their losses. Later losses are still found.
+    #[test]
+    fn losses_go_with_their_vms() {
+        let host = host();
         let mut seen = host.seen_losses();
         for _ in 0..20 {
-            let vm: Arc<dyn MmuNotifier> = Arc::new(NoMmu);
+            let vm: Arc<dyn MmuNotifier> = Arc::new(NoMmu(mpsc::channel().0));
             let range = host.add_linux_region(None, PageCount::new(4), Arc::clone(&vm));
             let range = range.unwrap();
             host.copy_in(range.start(), &[1; 8]).unwrap();
