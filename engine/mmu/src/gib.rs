@@ -113,6 +113,9 @@ impl<F: MmuFormat> Mmu<F> {
         };
         rmap.set_gib(first, collapsed.at);
         table.retire(&*self.qsbr);
+        // The thread that turns a log off presets D block by block. If it has not visited all
+        // blocks yet, the collapse may have joined W without D, and a later visit finds no leaf.
+        cursor.preset_dirty(GfnRange::gib_of(first));
         true
     }
 }

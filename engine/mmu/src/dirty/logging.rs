@@ -132,7 +132,8 @@ impl<F: MmuFormat> Mmu<F> {
         // off and looks for W in a block; the vCPU sets W there by a fast page fault. After the
         // kick, every such fault has ended, and later faults see that the log is off.
         self.kick();
-        // If vCPUs do not log, every leaf with W has D already.
+        // If vCPUs do not log, every leaf with W has D already. So has a 1 GiB leaf that a fault
+        // makes meanwhile (`Mmu::collapse_gib`): the reverse map has nothing in its blocks.
         let no_d = self.dirty.vcpus_log.load(Ordering::Relaxed);
         let mut flush = Flush::none(&self.stage2);
         for part in parts(slot.gfns) {

@@ -2,6 +2,7 @@
 
 use super::common::*;
 use crate::{Detection, HugeLeaves, Initially, Logging};
+use lacuna_stage2::Flush;
 
 const GIB: u64 = Level::L1G.pages();
 /// One slot of 1 GiB.
@@ -61,6 +62,34 @@ fn pages_that_the_log_marks_first_leave_the_leaf_whole_until_a_write_is_refused(
     let written = touch(&mmu, GIB + 700, Access::Write, Level::L1G);
     assert_eq!(written, Some(Ok(Level::L4K)));
     is_mapped_by(&mmu, [512, 511, 0]);
+}
+
+/// Faults collapse small leaves to larger ones after a log was turned off, and before the end of
+/// the log has visited their block.
+#[test]
+fn a_leaf_made_at_the_end_of_a_log_has_d() {
+    let mmu = mapped(Access::Write);
+    mmu.set_detection(Detection::Pml);
+    let on = Logging::On {
+        initially: Initially::Clean,
+        huge: HugeLeaves::Lazy,
+    };
+    mmu.set_logging(SlotId(0), on).expect("a slot");
+    let written = touch(&mmu, GIB + 700, Access::Write, Level::L1G);
+    assert_eq!(written, Some(Ok(Level::L4K)));
+    let slot = mmu.slot(SlotId(0)).expect("a slot");
+    let block = gfn(GIB + 700).block().range();
+    let mut flush = Flush::none(&mmu.stage2);
+    mmu.rearm_runs(&slot.attach, block, [block], &mut flush);
+    flush.finish(&*mmu.qsbr);
+    is_mapped_by(&mmu, [512, 511, 0]);
+    slot.attach.log().turn_off();
+    for level in [Level::L2M, Level::L1G] {
+        let read = touch(&mmu, GIB + 701, Access::Read, Level::L1G);
+        assert_eq!(read, Some(Ok(level)));
+    }
+    // Finds W without D nowhere.
+    is_mapped_by(&mmu, [0, 0, 1]);
 }
 
 #[test]
