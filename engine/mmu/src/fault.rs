@@ -335,11 +335,12 @@ impl ResolvedPage {
 }
 
 impl PageFault<'_> {
-    /// Whether a 1 GiB leaf could map the page.
+    /// Whether a 1 GiB leaf could map the page. If not, the fault does not take every range lock.
     #[inline(always)]
     fn could_be_gib(&self) -> bool {
         let rmap = &self.found.slot.attach;
-        self.page.level == Level::L1G && rmap.has_gib(self.page.gfn) && !rmap.log().is_on()
+        let is_gib = self.page.level == Level::L1G;
+        is_gib && rmap.could_have_gib(self.page.gfn) && !rmap.log().is_on()
     }
 
     /// `None`: begin again.
@@ -406,7 +407,7 @@ enum Tables {
 mod tests {
     use super::*;
     use crate::SlotSpec;
-    use crate::tests::ept::common::mmu;
+    use crate::tests::ept::common::{add, gfn, mmu};
     use lacuna_addr::{PAGE_SIZE, PageCount};
     use lacuna_host::MmuNotifier;
     use lacuna_slots::SlotId;
@@ -445,6 +446,28 @@ mod tests {
         delete(&mmu, id);
         mmu.host.remove_region(backing).expect("just added");
         mmu.map_page(found, cache, marker, Gib::Try).ok()
+    }
+
+    /// The host has the 1 GiB whole, but one of its blocks excludes a leaf of that size.
+    #[test]
+    fn a_leaf_of_1_gib_is_not_tried_in_vain() {
+        const GIB: u64 = Level::L1G.pages();
+        let mmu = mmu(64);
+        add(&mmu, &[(GIB, 0, GIB)]);
+        let mut vcpu = mmu.vcpu_mmu().expect("a large budget");
+        let mut could_be_gib = || {
+            let (gfn, access) = (gfn(GIB + 5), Access::Read);
+            let seq = mmu.stage2.invalidate_seq(gfn);
+            let fault = Fault { gfn, access, seq };
+            let found = fault.find_slot(&mut vcpu.reader).expect("a slot");
+            let (leaf, level) = (Leaf::clean(Pfn::new(5)), Level::L1G);
+            let page = ResolvedPage { gfn, leaf, level };
+            PageFault { found, page }.could_be_gib()
+        };
+        assert!(could_be_gib());
+        let other = GfnRange::new(gfn(GIB + 1024), 512).expect("a block");
+        mmu.disallow_huge(other).expect("nothing is mapped");
+        assert!(!could_be_gib());
     }
 
     #[test]

@@ -1,30 +1,33 @@
 //! The reverse map: from a guest frame of a slot to its leaf. Each slot has one.
 //!
 //! ```text
-//! gibs     [ at .. ][ nothing ]                                 one for each 1 GiB in the slot
+//! gibs     [ at .. ][ nothing, 2 disallowed, 1 small ]           one for each 1 GiB in the slot
 //! blocks   [ nothing ][ huge, at .. ][ 3 small, in this table ][ nothing ]   one for each 2 MiB
 //! ```
 //! An element of `gibs` is the place of a 1 GiB leaf. While there is one, its blocks have nothing;
 //! it changes only under a cursor over all of them. Other code calls `Mmu::block_cursor` first,
-//! which splits the leaf. An element of `blocks` has one of three states: nothing is mapped; one 2
-//! MiB leaf, and its place; some 4 KiB leaves, their number and their table. All small leaves of a
-//! block are in one table, and a gfn determines the index. So the reverse map has no list of small
-//! leaves: code that needs the list reads the table. A split or a collapse changes 512 leaves, and
-//! still updates one element.
+//! which splits the leaf. The element also counts the blocks that exclude such a leaf, so that a
+//! fault does not try to map one in vain.
+//!
+//! An element of `blocks` has one of three states: nothing is mapped; one 2 MiB leaf, and its
+//! place; some 4 KiB leaves, their number and their table. All small leaves of a block are in one
+//! table, and a gfn determines the index. So the reverse map has no list of small leaves: code that
+//! needs the list reads the table. A split or a collapse changes 512 leaves, and still updates one
+//! element of `blocks`.
 //!
 //! A table stays linked while leaves are in it. Code that unlinks a table, after an unmap of the
 //! whole table or a collapse, also removes its leaves from the reverse map, under the same lock. If
 //! two slots meet inside a block, their leaves are in one table, and each slot counts its own.
 //!
-//! Elements are written only under the block's range lock, together with the leaves. `Mmu::verify`
-//! checks that they agree.
+//! Elements are written only under the block's range lock, together with the leaves. The two counts
+//! of a 1 GiB change under the lock of any of its blocks. `Mmu::verify` checks that they agree.
 //!
 //! Blocks are numbered by guest frame ([`BlockNumber`]), so the first and the last may extend
 //! beyond the slot. Such a block never has a 2 MiB leaf. If guest frames and backing are aligned
 //! differently, no block of the slot has one. The *disallow count* of a block contains these
 //! reasons for the life of the slot. Code that needs 4 KiB leaves for a while increments the count.
 //!
-//! The reverse map takes 12 bytes for each block, and 4 for each 1 GiB ([`Rmap::bytes`]).
+//! The reverse map takes 12 bytes for each block, and 12 for each 1 GiB ([`Rmap::bytes`]).
 
 use crate::dirty::SlotLog;
 use lacuna_addr::{
@@ -48,11 +51,21 @@ pub struct Rmap {
     blocks: Box<[Block]>,
     /// The number of the first 1 GiB of guest frames that is wholly in the slot.
     first_gib: u64,
-    /// One element for each 1 GiB wholly in the slot, from `first_gib` on: the place of its leaf,
-    /// zero if it has none. Empty if guest frames and backing are aligned differently.
-    gibs: Box<[AtomicU32]>,
+    /// One element for each 1 GiB wholly in the slot, from `first_gib` on. Empty if guest frames
+    /// and backing are aligned differently.
+    gibs: Box<[Gib]>,
     /// The slot's dirty log.
     log: Arc<SlotLog>,
+}
+
+#[derive(Default)]
+struct Gib {
+    /// The place of its leaf. Zero if it has none.
+    at: AtomicU32,
+    /// The number of its blocks with a disallow count above zero.
+    disallowed: AtomicU32,
+    /// The number of its blocks with small leaves.
+    small: AtomicU32,
 }
 
 #[derive(Default)]
@@ -118,7 +131,7 @@ impl Rmap {
             first: gfns.start().block(),
             blocks: gfns.blocks().map(block).collect(),
             first_gib,
-            gibs: (0..gibs).map(|_| AtomicU32::new(0)).collect(),
+            gibs: (0..gibs).map(|_| Gib::default()).collect(),
             log,
         }
     }
@@ -169,7 +182,11 @@ impl Rmap {
     /// methods below.
     pub(crate) fn disallow(&self, gfn: Gfn) {
         let count = &self.block_of(gfn).disallow;
-        count.store(count.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+        let was = count.load(Ordering::Relaxed);
+        count.store(was + 1, Ordering::Relaxed);
+        if let (0, Some(gib)) = (was, self.gib_of(gfn)) {
+            gib.disallowed.fetch_add(1, Ordering::Relaxed);
+        }
     }
 
     /// Removes one reason added by [`Rmap::disallow`], if there is one. A moved slot has lost its
@@ -179,6 +196,9 @@ impl Rmap {
         let was = count.load(Ordering::Relaxed);
         if was & !CUT != 0 {
             count.store(was - 1, Ordering::Relaxed);
+        }
+        if let (1, Some(gib)) = (was, self.gib_of(gfn)) {
+            gib.disallowed.fetch_sub(1, Ordering::Relaxed);
         }
     }
 
@@ -208,13 +228,13 @@ impl Rmap {
                 "gfn {gfn}: another table"
             ),
         }
-        block.small.store(count + 1, Ordering::Relaxed);
+        self.set_small(gfn, count + 1);
     }
 
     /// A huge leaf was mapped in an empty block.
     pub(crate) fn set_huge(&self, gfn: Gfn, at: EntryRef) {
         debug_assert_eq!(self.block(gfn), InBlock::Nothing, "the block of gfn {gfn}");
-        self.block_of(gfn).set(Some(at), 0);
+        self.set_block(gfn, Some(at), 0);
     }
 
     /// A leaf was removed.
@@ -229,12 +249,12 @@ impl Rmap {
         if leaf.level == Level::L4K {
             debug_assert_eq!(self.place(gfn), Some(at), "gfn {gfn}: another table");
             match block.small.load(Ordering::Relaxed) {
-                1 => block.set(None, 0),
-                count => block.small.store(count - 1, Ordering::Relaxed),
+                1 => self.set_block(gfn, None, 0),
+                count => self.set_small(gfn, count - 1),
             }
         } else {
             debug_assert_eq!(self.block(gfn), InBlock::Huge(at));
-            block.set(None, 0);
+            self.set_block(gfn, None, 0);
         }
     }
 
@@ -244,7 +264,7 @@ impl Rmap {
             matches!(self.block(gfn), InBlock::Huge(_)),
             "the block of gfn {gfn}"
         );
-        self.block_of(gfn).set(Some(beside), SMALL_MAX);
+        self.set_block(gfn, Some(beside), SMALL_MAX);
     }
 
     /// The small leaves around `gfn` were collapsed to a huge one, at `at`.
@@ -253,7 +273,7 @@ impl Rmap {
             !matches!(self.block(gfn), InBlock::Huge(_)),
             "the block of gfn {gfn}"
         );
-        self.block_of(gfn).set(Some(at), 0);
+        self.set_block(gfn, Some(at), 0);
     }
 
     /// Calls `leaf` for each leaf that maps a frame of `part`, with the leaf's place and the first
@@ -295,19 +315,34 @@ impl Rmap {
     fn block_of(&self, gfn: Gfn) -> &Block {
         &self.blocks[gfn.block().index_from(self.first)]
     }
+
+    #[inline]
+    fn set_block(&self, gfn: Gfn, at: Option<EntryRef>, small: u32) {
+        let bits = at.map_or(0, EntryRef::to_bits);
+        self.block_of(gfn).at.store(bits, Ordering::Relaxed);
+        self.set_small(gfn, small);
+    }
+
+    #[inline]
+    fn set_small(&self, gfn: Gfn, count: u32) {
+        let small = &self.block_of(gfn).small;
+        let was = small.load(Ordering::Relaxed);
+        small.store(count, Ordering::Relaxed);
+        if (was == 0) != (count == 0)
+            && let Some(gib) = self.gib_of(gfn)
+        {
+            match count {
+                0 => gib.small.fetch_sub(1, Ordering::Relaxed),
+                _ => gib.small.fetch_add(1, Ordering::Relaxed),
+            };
+        }
+    }
 }
 
 impl Block {
     #[inline]
     fn at(&self) -> Option<EntryRef> {
         EntryRef::from_bits(self.at.load(Ordering::Relaxed))
-    }
-
-    #[inline]
-    fn set(&self, at: Option<EntryRef>, small: u32) {
-        let bits = at.map_or(0, EntryRef::to_bits);
-        self.at.store(bits, Ordering::Relaxed);
-        self.small.store(small, Ordering::Relaxed);
     }
 }
 
@@ -316,7 +351,7 @@ impl Rmap {
     /// is held.
     #[inline]
     pub(crate) fn gib(&self, gfn: Gfn) -> Option<EntryRef> {
-        EntryRef::from_bits(self.gib_word(gfn)?.load(Ordering::Relaxed))
+        EntryRef::from_bits(self.gib_of(gfn)?.at.load(Ordering::Relaxed))
     }
 
     /// Each 1 GiB of the slot that may have a leaf, and that `gfns` overlaps.
@@ -327,28 +362,42 @@ impl Rmap {
         all.filter(move |gib| gib.intersect(gfns).is_some())
     }
 
-    /// Whether a 1 GiB leaf could ever map `gfn`.
-    #[inline]
-    pub(crate) fn has_gib(&self, gfn: Gfn) -> bool {
-        self.gib_word(gfn).is_some()
+    /// Whether a 1 GiB leaf may map `gfn` now. The answer is stable only while the caller holds a
+    /// cursor over the 1 GiB.
+    pub(crate) fn allows_gib(&self, gfn: Gfn) -> bool {
+        let gib = self.gib_of(gfn);
+        gib.is_some_and(|gib| gib.disallowed.load(Ordering::Relaxed) == 0)
     }
 
-    /// Whether a 1 GiB leaf may map `gfn` now. The answer is stable only while the caller holds a
-    /// cursor over the 1 GiB. All methods below need one.
-    pub(crate) fn allows_gib(&self, gfn: Gfn) -> bool {
-        let mut blocks = GfnRange::gib_of(gfn).steps(Level::L2M);
-        self.has_gib(gfn) && blocks.all(|gfn| self.max_level(gfn) == Level::L2M)
+    /// Whether it is useful to try to map `gfn` by a 1 GiB leaf: it is allowed, and no small leaf
+    /// excludes it. The answer is stable as for [`Rmap::allows_gib`].
+    pub(crate) fn could_have_gib(&self, gfn: Gfn) -> bool {
+        let gib = self.gib_of(gfn);
+        self.allows_gib(gfn) && gib.is_some_and(|gib| gib.small.load(Ordering::Relaxed) == 0)
+    }
+
+    /// Asserts that the counts of `gib` agree with its blocks. The caller holds a cursor over it,
+    /// as for all methods below.
+    pub(crate) fn assert_gib_counts(&self, gib: GfnRange) {
+        let counts = self.gib_of(gib.start()).expect("a 1 GiB of this slot");
+        let (mut disallowed, mut small) = (0, 0);
+        for block in gib.steps(Level::L2M).map(|gfn| self.block_of(gfn)) {
+            disallowed += u32::from(block.disallow.load(Ordering::Relaxed) != 0);
+            small += u32::from(block.small.load(Ordering::Relaxed) != 0);
+        }
+        let counted =
+            [&counts.disallowed, &counts.small].map(|count| count.load(Ordering::Relaxed));
+        assert_eq!(counted, [disallowed, small], "{gib:?}");
     }
 
     /// A 1 GiB leaf was mapped, or its 2 MiB leaves were collapsed to it.
     pub(crate) fn set_gib(&self, gfn: Gfn, at: EntryRef) {
         for gfn in GfnRange::gib_of(gfn).steps(Level::L2M) {
-            let block = self.block_of(gfn);
             debug_assert!(
                 !matches!(self.block(gfn), InBlock::Small(_)),
                 "gfn {gfn}: small leaves in a 1 GiB leaf"
             );
-            block.set(None, 0);
+            self.set_block(gfn, None, 0);
         }
         self.store_gib(gfn, at.to_bits());
     }
@@ -362,12 +411,12 @@ impl Rmap {
     }
 
     fn store_gib(&self, gfn: Gfn, bits: u32) {
-        let word = self.gib_word(gfn).expect("a 1 GiB of this slot");
-        word.store(bits, Ordering::Relaxed);
+        let gib = self.gib_of(gfn).expect("a 1 GiB of this slot");
+        gib.at.store(bits, Ordering::Relaxed);
     }
 
     #[inline]
-    fn gib_word(&self, gfn: Gfn) -> Option<&AtomicU32> {
+    fn gib_of(&self, gfn: Gfn) -> Option<&Gib> {
         let index = (gfn.get() / GIB).wrapping_sub(self.first_gib);
         self.gibs.get(index as usize)
     }

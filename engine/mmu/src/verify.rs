@@ -59,6 +59,7 @@ impl<F: MmuFormat> Mmu<F> {
         let rmap = &slot.attach;
         let mut count = 0;
         for gib in rmap.gibs(slot.gfns) {
+            rmap.assert_gib_counts(gib);
             let Some(at) = rmap.gib(gib.start()) else {
                 continue;
             };

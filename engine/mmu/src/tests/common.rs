@@ -66,13 +66,13 @@ pub(super) fn spec(id: u16, (gfn, page, pages): SlotPlace) -> SlotSpec {
     }
 }
 
-pub(super) fn add(mmu: &Mmu, slots: &[SlotPlace]) {
+pub(crate) fn add(mmu: &Mmu, slots: &[SlotPlace]) {
     for (id, place) in (0..).zip(slots) {
         mmu.insert_slot(spec(id, *place)).expect("room");
     }
 }
 
-pub(super) fn gfn(raw: u64) -> Gfn {
+pub(crate) fn gfn(raw: u64) -> Gfn {
     Gfn::new(raw).expect("a frame")
 }
 
@@ -108,7 +108,7 @@ pub(super) fn touch(
     };
     if has == Level::L1G {
         let mut cursor = mmu.stage2.cursor(GfnRange::gib_of(at));
-        if slot.attach.has_gib(at) && mmu.install_gib(&mut cursor, &slot.attach, page) {
+        if slot.attach.allows_gib(at) && mmu.install_gib(&mut cursor, &slot.attach, page) {
             return Some(Ok(Level::L1G));
         }
     }

@@ -125,6 +125,41 @@ fn its_unmapping_is_in_progress_in_each_of_its_blocks() {
 }
 
 #[test]
+fn a_block_that_is_disallowed_or_has_small_leaves_excludes_it() {
+    let mmu = mmu(64);
+    add(&mmu, &[SLOT]);
+    let slot = mmu.slot(SlotId(0)).expect("a slot");
+    let is_excluded = || {
+        mmu.verify();
+        !slot.attach.could_have_gib(gfn(GIB + 5))
+    };
+    assert!(!is_excluded());
+    let blocks = GfnRange::new(gfn(GIB + 1024), 1024).expect("two blocks");
+    for _ in 0..2 {
+        mmu.disallow_huge(blocks).expect("nothing is mapped");
+        assert!(is_excluded());
+    }
+    mmu.allow_huge(blocks);
+    assert!(is_excluded());
+    mmu.allow_huge(blocks);
+    assert!(!is_excluded());
+    for page in [512, 513] {
+        let small = touch(&mmu, GIB + page, Access::Read, Level::L4K);
+        assert_eq!(small, Some(Ok(Level::L4K)));
+        assert!(is_excluded());
+    }
+    mmu.invalidate(&[range(512, 1)]);
+    assert!(is_excluded());
+    let huge = touch(&mmu, GIB + 600, Access::Read, Level::L2M);
+    assert_eq!(huge, Some(Ok(Level::L2M)));
+    assert!(!is_excluded(), "the small leaf is a part of the huge one");
+    mmu.split_huge(range(512, 512));
+    assert!(is_excluded());
+    mmu.invalidate(&[range(512, 512)]);
+    assert!(!is_excluded());
+}
+
+#[test]
 fn threads_map_split_and_unmap_it() {
     let mmu = mapped(Access::Write);
     std::thread::scope(|scope| {
