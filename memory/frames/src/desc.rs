@@ -44,9 +44,13 @@ impl FrameState {
     ];
 }
 
+/// In [`Desc::owner`]: the page was read from swap beside another one, and no access has used it
+/// since. Page numbers have fewer bits.
+const AHEAD: u64 = 1 << 63;
+
 /// A frame descriptor.
 pub struct Desc {
-    /// The page in the frame, while Used or Isolated.
+    /// The page in the frame, while Used or Isolated; and [`AHEAD`].
     owner: AtomicU64,
     state: AtomicU8,
     /// The content may differ from the swap entry, or from zeros if there is no entry. The mark is
@@ -58,8 +62,6 @@ pub struct Desc {
     /// hand last passed, so the faulting vCPU may not have retried yet. Or a thread other than
     /// the hand's has found it accessed.
     recent: AtomicU8,
-    /// The page was read from swap beside another one, and no access has used it since.
-    ahead: AtomicU8,
 }
 
 // In addition to its 4 KiB, a frame costs its descriptor, 16 bytes, and a bit in the free map.
@@ -73,7 +75,6 @@ impl Default for Desc {
             state: AtomicU8::new(FrameState::Free as u8),
             dirty: AtomicU8::new(0),
             recent: AtomicU8::new(0),
-            ahead: AtomicU8::new(0),
         }
     }
 }
@@ -89,7 +90,6 @@ impl Desc {
     pub fn adopt(&self, owner: PageNo) {
         self.owner.store(owner.get(), Ordering::Relaxed);
         self.recent.store(0, Ordering::Relaxed);
-        self.ahead.store(0, Ordering::Relaxed);
     }
 
     /// Sets the future owner, before the page word names the frame.
@@ -99,7 +99,6 @@ impl Desc {
         self.dirty
             .store(u8::from(dirty == Dirt::Dirty), Ordering::Relaxed);
         self.recent.store(0, Ordering::Relaxed);
-        self.ahead.store(0, Ordering::Relaxed);
     }
 
     /// The page word names the frame: from now on it is Used.
@@ -135,7 +134,7 @@ impl Desc {
     /// The page in the frame. Valid while Used or Isolated.
     #[inline]
     pub fn owner(&self) -> PageNo {
-        PageNo::new(self.owner.load(Ordering::Relaxed))
+        PageNo::new(self.owner.load(Ordering::Relaxed) & !AHEAD)
     }
 
     /// Marks the page dirty: it was written or is about to be. Tests the mark first, because a
@@ -170,19 +169,29 @@ impl Desc {
     /// Records that the page is read ahead.
     #[inline]
     pub fn mark_ahead(&self) {
-        self.ahead.store(1, Ordering::Relaxed);
+        self.owner.fetch_or(AHEAD, Ordering::Relaxed);
     }
 
     /// Whether the page was read ahead, and no access has used it.
     #[inline]
     pub fn is_ahead(&self) -> bool {
-        self.ahead.load(Ordering::Relaxed) != 0
+        self.owner.load(Ordering::Relaxed) & AHEAD != 0
     }
 
-    /// Records an access to the page. Returns whether it is the first after a read-ahead.
+    /// Records an access to `page`. Returns whether it is the first after the page's read-ahead. A
+    /// stale fault may find the frame with another page, whose mark stays.
     #[inline]
-    pub fn take_ahead(&self) -> bool {
-        self.is_ahead() && self.ahead.swap(0, Ordering::Relaxed) != 0
+    pub fn take_ahead(&self, page: PageNo) -> bool {
+        let marked = page.get() | AHEAD;
+        self.owner.load(Ordering::Relaxed) == marked && {
+            let taken = self.owner.compare_exchange(
+                marked,
+                page.get(),
+                Ordering::Relaxed,
+                Ordering::Relaxed,
+            );
+            taken.is_ok()
+        }
     }
 
     /// Makes reclaim spare the page for one turn of the clock hand.
@@ -208,4 +217,26 @@ pub enum Dirt {
     Clean,
     /// It may differ.
     Dirty,
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_an_access_to_the_frames_page_takes_the_mark_of_its_read_ahead() {
+        let desc = Desc::default();
+        let (page, earlier) = (PageNo::new(7), PageNo::new(5));
+        desc.prepare(page, Dirt::Clean);
+        desc.mark_ahead();
+        assert!(!desc.take_ahead(earlier));
+        assert!(desc.is_ahead());
+        assert_eq!(desc.owner(), page);
+        assert!(desc.take_ahead(page));
+        assert!(!desc.take_ahead(page) && !desc.is_ahead());
+        assert_eq!(desc.owner(), page);
+        desc.mark_ahead();
+        desc.prepare(earlier, Dirt::Clean);
+        assert!(!desc.is_ahead());
+    }
 }

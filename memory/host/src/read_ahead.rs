@@ -37,20 +37,20 @@ impl Core {
         matches!(self.store.reads(), Reads::Immediate) && self.store.latency_ns() == 0
     }
 
-    /// An access uses the resident page in `frame`.
+    /// An access uses `page`, which was resident in `frame` a moment ago.
     #[inline]
-    pub fn note_use(&self, frame: Pfn) {
-        if self.asked_for(frame) {
+    pub fn note_use(&self, page: PageNo, frame: Pfn) {
+        if self.asked_for(page, frame) {
             Counters::add(&self.stats.read_ahead_used, 1);
             Counters::add(&self.stats.read_back, 1);
         }
     }
 
-    /// A fault asks for the page in `frame`, or for the page on its way there. Returns whether it
-    /// is the first after a read-ahead.
+    /// A fault asks for `page`, which was in `frame` or on its way there a moment ago. Returns
+    /// whether it is the first after the page's read-ahead.
     #[inline]
-    pub fn asked_for(&self, frame: Pfn) -> bool {
-        let first = self.read_ahead.is_on() && self.frames.desc(frame).take_ahead();
+    pub fn asked_for(&self, page: PageNo, frame: Pfn) -> bool {
+        let first = self.read_ahead.is_on() && self.frames.desc(frame).take_ahead(page);
         if first {
             self.read_ahead.hit();
         }

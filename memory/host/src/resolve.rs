@@ -131,7 +131,7 @@ impl Core {
             let step = match state {
                 PageState::Resident { frame, .. } => {
                     FaultCounters::bump(&cache.shared.count.resident);
-                    Some(self.ready(frame, access))
+                    Some(self.ready(page, frame, access))
                 }
                 PageState::Empty => match cache.region().block_word(page).map(BlockWord::load) {
                     Some(PageBlockState::Split) => match &cache.region().origin {
@@ -169,11 +169,11 @@ impl Core {
     }
 
     #[inline]
-    fn ready(&self, frame: Pfn, access: Access) -> Resolution {
+    fn ready(&self, page: PageNo, frame: Pfn, access: Access) -> Resolution {
         if access.is_write() {
             self.frames.desc(frame).mark_dirty();
         }
-        self.note_use(frame);
+        self.note_use(page, frame);
         Resolution::Ready(small(frame))
     }
 
@@ -209,7 +209,7 @@ impl Core {
         let pfn = block.frame_of(page);
         if access.is_write() && self.frames.block(block).mark_dirty() == Marked::Split {
             // Only this page is marked, so the caller may not map the others for writes.
-            return self.ready(pfn, access);
+            return self.ready(page, pfn, access);
         }
         let level = Level::L2M;
         Resolution::Ready(Frame { pfn, level })
@@ -352,7 +352,7 @@ impl Core {
             .change(state, state.rescued()?)
             .ok()?;
         FaultCounters::bump(&cache.shared.count.rescued);
-        Some(self.ready(frame, access))
+        Some(self.ready(page, frame, access))
     }
 
     /// Gives a swapped-out page a frame and a ticket.
@@ -452,7 +452,7 @@ impl Core {
         let tickets = lock(&self.tickets);
         let ticket = tickets.get(&page).cloned()?;
         if ticket.region().linux.is_none() {
-            self.asked_for(ticket.frame());
+            self.asked_for(page, ticket.frame());
         }
         drop(tickets);
         FaultCounters::bump(&cache.shared.count.shared_ticket);
