@@ -6,7 +6,7 @@ use crate::error::{HostError, LostPage};
 use crate::host::Host;
 use crate::settled::NEVER;
 use crate::ticket::Ticket;
-use lacuna_frames::{PageNo, PageState, PageWord};
+use lacuna_frames::{Desc, PageNo, PageState, PageWord};
 use lacuna_swap::{SwapEntry, SwapError};
 use lacuna_sync::lock;
 use std::sync::atomic::AtomicBool;
@@ -143,18 +143,7 @@ impl Core {
         if result.is_err() && self.give_up_ahead(ticket) {
             return;
         }
-        let result = result.map_err(|error| self.lost_in(ticket, &error));
-        if result.is_ok() {
-            Counters::add(&self.stats.swapped_in, 1);
-            let is_ahead = self.frames.desc(ticket.frame()).is_ahead();
-            let kind = if is_ahead {
-                &self.stats.read_ahead
-            } else {
-                &self.stats.read_back
-            };
-            Counters::add(kind, 1);
-        }
-        self.settle(ticket, result);
+        self.settle(ticket, result.map_err(|error| self.lost_in(ticket, &error)));
     }
 
     /// Makes the page resident or lost, and then completes its ticket. The caller carried out the
@@ -172,19 +161,21 @@ impl Core {
         let Some(word) = ticket.region().word(page) else {
             return;
         };
-        let moved = match &result {
-            Ok(()) => {
-                // The faulting vCPU may need some time until it retries, so the hand spares the
-                // page for one turn.
-                if !desc.is_ahead() {
-                    desc.mark_recent();
+        let moved = {
+            // Under the lock, because of this race: this thread finds a page read ahead; a fault
+            // joins the read; the page arrives as one that no fault has asked for.
+            let mut tickets = lock(&self.tickets);
+            let moved = match &result {
+                Ok(()) => {
+                    self.note_arrival(word.load(), desc);
+                    word.advance(PageState::arrived)
                 }
-                word.advance(PageState::arrived)
-            }
-            Err(_) => word.advance(PageState::arrival_failed),
+                Err(_) => word.advance(PageState::arrival_failed),
+            };
+            tickets.remove(&page);
+            moved
         };
         debug_assert!(moved.is_ok(), "only the caller completes this ticket");
-        lock(&self.tickets).remove(&page);
         if result.is_ok() {
             desc.publish();
         } else {
@@ -196,6 +187,24 @@ impl Core {
         }
         ticket.complete(result);
         self.settled.bump();
+    }
+
+    /// Counts a page in flight that is about to arrive. The caller excludes that a fault joins.
+    fn note_arrival(&self, from: PageState, desc: &Desc) {
+        let is_ahead = desc.is_ahead();
+        // The faulting vCPU may need some time until it retries, so the hand spares the page for
+        // one turn.
+        if !is_ahead {
+            desc.mark_recent();
+        }
+        if let PageState::Reading { .. } = from {
+            let kind = match is_ahead {
+                true => &self.stats.read_ahead,
+                false => &self.stats.read_back,
+            };
+            Counters::add(kind, 1);
+            Counters::add(&self.stats.swapped_in, 1);
+        }
     }
 
     /// Completes an unstarted read, because its region is removed.
