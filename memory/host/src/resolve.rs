@@ -83,7 +83,7 @@ impl Host {
 
     /// The size of `addr`'s huge page, if it is in one, and the frame of `addr`'s block there. A
     /// compound page may be split a moment later; the split calls its notifier's
-    /// [`MmuNotifier::split_huge`]. A huge page of hugetlbfs stays whole.
+    /// [`crate::MmuNotifier::split_huge`]. A huge page of hugetlbfs stays whole.
     pub fn huge_page(&self, addr: BackingAddr) -> Option<Frame> {
         let page = PageNo::of(addr);
         let region = self.core.regions.find(page)?;
