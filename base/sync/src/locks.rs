@@ -151,6 +151,26 @@ impl<T, C: LockClass> RwLock<T, C> {
         map(result, |inner| RwLockReadGuard { inner, _held })
     }
 
+    /// Takes the lock for reading if no thread holds it alone, or waits to do so. As
+    /// [`Mutex::try_lock`] otherwise.
+    ///
+    /// # Errors
+    /// The lock is not free; or as [`Mutex::lock`].
+    #[inline]
+    pub fn try_read(&self) -> TryLockResult<RwLockReadGuard<'_, T>> {
+        let guard = |inner| RwLockReadGuard {
+            inner,
+            _held: Held::tried::<C>(),
+        };
+        match self.inner.try_read() {
+            Ok(inner) => Ok(guard(inner)),
+            Err(TryLockError::WouldBlock) => Err(TryLockError::WouldBlock),
+            Err(TryLockError::Poisoned(error)) => Err(TryLockError::Poisoned(PoisonError::new(
+                guard(error.into_inner()),
+            ))),
+        }
+    }
+
     /// Takes the lock alone.
     ///
     /// # Errors

@@ -12,6 +12,7 @@
 //!   signals an eventfd.
 //! * [`VcpuStatistic`]: one of KVM's statistics of a vCPU.
 //! * [`major_faults`]: how often Linux has read a page for the calling thread.
+//! * [`PeerCredentials`]: the process at the other end of a UNIX socket.
 //! * [`tap`], [`new_network_namespace`]: a network interface of this process, apart from others.
 //!
 //! An *unsafe room*: these calls change the process's own memory, or take its addresses.
@@ -23,6 +24,7 @@ mod ioeventfd;
 mod irqfd;
 mod page_reads;
 mod pagemap;
+mod peer;
 mod sigbus;
 mod signals;
 mod statistic;
@@ -37,6 +39,7 @@ pub use ioeventfd::{IoWrites, ioeventfd};
 pub use irqfd::irqfd;
 pub use page_reads::{PageReads, Waker};
 pub use pagemap::{Pagemap, Written};
+pub use peer::PeerCredentials;
 pub use sigbus::TakenPages;
 pub use statistic::VcpuStatistic;
 pub use tap::{new_network_namespace, tap};

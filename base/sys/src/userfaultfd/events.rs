@@ -6,7 +6,7 @@ use super::{
 };
 use lacuna_addr::{Hva, HvaRange, PAGE_SIZE};
 use rustix::fd::{FromRawFd as _, OwnedFd};
-use rustix::io;
+use rustix::io::{self, Errno, IoSliceMut, ReadWriteFlags};
 
 /// `UFFD_FEATURE_PAGEFAULT_FLAG_WP`, since Linux 5.7.
 const FEATURE_FLAG_WP: u64 = 1;
@@ -88,17 +88,32 @@ impl Userfaultfd {
         unsafe { self.update::<{ WRITEPROTECT }, _>(&mut protect) }
     }
 
-    /// Appends the unread events to `events`, at most 64, in the kernel's order.
+    /// Appends the unread events to `events`, at most 64, in the kernel's order. It never waits for
+    /// one: before Linux 6.10 only as long as the descriptor has `O_NONBLOCK`, which each process
+    /// with a copy of the descriptor can clear.
     ///
     /// # Errors
     /// As `read(2)`. If there is no unread event, that is no error.
     pub fn events(&self, events: &mut Vec<Event>) -> io::Result<()> {
         let mut bytes = [0; 64 * MESSAGE];
-        let read = self.read(&mut bytes)?;
+        let read = self.read_now(&mut bytes)?;
         let messages = bytes[..read].chunks_exact(MESSAGE);
         // SAFETY: 1. the kernel has just written the messages, and each is decoded once.
         events.extend(messages.filter_map(|message| unsafe { event(message) }));
         Ok(())
+    }
+}
+
+impl Userfaultfd {
+    /// The flag `O_NONBLOCK` belongs to all copies of the descriptor, so it does not suffice.
+    fn read_now(&self, bytes: &mut [u8; 64 * MESSAGE]) -> io::Result<usize> {
+        let buffers = &mut [IoSliceMut::new(bytes)];
+        match io::preadv2(&self.fd, buffers, u64::MAX, ReadWriteFlags::NOWAIT) {
+            Err(Errno::AGAIN | Errno::INTR) => Ok(0),
+            // Before Linux 6.10.
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => self.read(bytes),
+            read => read,
+        }
     }
 }
 

@@ -3,13 +3,40 @@
 
 use lacuna_addr::{Access, Hva, HvaRange, PAGE_SIZE};
 use lacuna_sys::{Errno, Fault, MissingArea, Pagemap, Partial, Userfaultfd, Waiters, Written};
+use rustix::fs::OFlags;
+use rustix::io::{ReadWriteFlags, preadv2};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
 use rustix::thread::gettid;
+use std::io::IoSliceMut;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::channel;
 use std::thread;
+use std::time::Duration;
+
+/// Another process can clear the flag `O_NONBLOCK` of a descriptor at any time.
+#[test]
+fn events_do_not_wait_without_the_flag() {
+    let Some(uffd) = or_skip(Userfaultfd::open_user_with_removals()) else {
+        return;
+    };
+    rustix::fs::fcntl_setfl(uffd.as_fd(), OFlags::empty()).unwrap();
+    let mut no_bytes = [0; 32];
+    let buffers = &mut [IoSliceMut::new(&mut no_bytes)];
+    let read = preadv2(&uffd, buffers, u64::MAX, ReadWriteFlags::NOWAIT);
+    if read == Err(Errno::OPNOTSUPP) {
+        return lacuna_skip::skip("before Linux 6.10");
+    }
+    let (done, is_done) = channel();
+    thread::spawn(move || {
+        let mut events = Vec::new();
+        let read = uffd.events(&mut events);
+        done.send((read, events.len())).unwrap();
+    });
+    let read = is_done.recv_timeout(Duration::from_secs(20));
+    assert_eq!(read, Ok((Ok(()), 0)));
+}
 
 fn open() -> Option<Userfaultfd> {
     or_skip(Userfaultfd::open())
