@@ -4,7 +4,7 @@ use crate::regions::{REGIONS_MAX, RegionMessage, Regions};
 use lacuna_addr::{Hva, PageCount};
 use lacuna_sys::{Errno, Userfaultfd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, recvmsg};
 use std::io::IoSliceMut;
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
@@ -16,6 +16,8 @@ const MESSAGE_MAX: usize = 256 << 10;
 /// How often a first read may be empty, and the pause after it.
 const EMPTY_READS: u32 = 5;
 const PAUSE: Duration = Duration::from_millis(10);
+/// How often an unfinished message is parsed. Each costs the time of the whole text.
+const PARSES: u32 = 64;
 
 /// Why a VMM is not served. Its connection is closed.
 #[derive(Debug, thiserror::Error)]
@@ -42,6 +44,9 @@ pub enum HandshakeError {
     /// The message has several descriptors.
     #[error("its message has several descriptors: send the userfaultfd alone")]
     Descriptors,
+    /// This process has no room for the descriptor.
+    #[error("the pager has no room for its descriptor: raise the pager's `ulimit -n`")]
+    NoRoom,
     /// The descriptor is something else.
     #[error("its descriptor is no userfaultfd ({0}): send the one that its memory has")]
     NoUserfaultfd(Errno),
@@ -156,12 +161,8 @@ impl Handshake {
         pages: PageCount,
         patience: Duration,
     ) -> Result<Self, HandshakeError> {
-        let (regions, fds) = receive(socket, patience)?;
-        let mut fds = fds.into_iter();
-        let fd = fds.next().ok_or(HandshakeError::NoDescriptor)?;
-        if fds.next().is_some() {
-            return Err(HandshakeError::Descriptors);
-        }
+        let (regions, fd) = receive(socket, patience)?;
+        let fd = fd.ok_or(HandshakeError::NoDescriptor)?;
         let uffd = Userfaultfd::try_from(fd).map_err(HandshakeError::NoUserfaultfd)?;
         let mut polled = [PollFd::new(&uffd, PollFlags::IN)];
         poll(&mut polled, Some(&Timespec::default()))?;
@@ -173,13 +174,13 @@ impl Handshake {
     }
 }
 
-/// The whole message, which may come in pieces, and its descriptors.
+/// The whole message, which may come in pieces, and its descriptor.
 fn receive(
     socket: &UnixStream,
     patience: Duration,
-) -> Result<(Vec<RegionMessage>, Vec<OwnedFd>), HandshakeError> {
+) -> Result<(Vec<RegionMessage>, Option<OwnedFd>), HandshakeError> {
     let until = Instant::now() + patience;
-    let (mut text, mut fds, mut empty) = (Vec::new(), Vec::new(), 0);
+    let (mut text, mut fd, mut empty, mut parses) = (Vec::new(), None, 0, 0);
     loop {
         let left = until.saturating_duration_since(Instant::now());
         let wait = Timespec::try_from(left).map_err(|_| Errno::INVAL)?;
@@ -191,26 +192,40 @@ fn receive(
             Err(Errno::INTR) => continue,
             Err(errno) => return Err(errno.into()),
         }
-        match piece(socket, &mut text, &mut fds)? {
-            0 if text.is_empty() && empty < EMPTY_READS => {
+        match piece(socket, &mut text, &mut fd)? {
+            None => std::thread::sleep(PAUSE),
+            Some(0) if text.is_empty() && empty < EMPTY_READS => {
                 empty += 1;
                 std::thread::sleep(PAUSE);
             }
-            0 => return Err(HandshakeError::Closed(text.len())),
-            _ if text.len() > MESSAGE_MAX => return Err(HandshakeError::Long),
-            // An array ends with this character, and only a whole one is parsed.
-            _ if text.trim_ascii_end().ends_with(b"]") => match serde_json::from_slice(&text) {
-                Err(error) if error.is_eof() => {}
+            Some(0) => return Err(HandshakeError::Closed(text.len())),
+            Some(_) if text.len() > MESSAGE_MAX => return Err(HandshakeError::Long),
+            Some(_) if !may_be_whole(&text) => {}
+            Some(_) => match serde_json::from_slice(&text) {
+                Err(error) if error.is_eof() && parses < PARSES => parses += 1,
                 Err(error) => return Err(HandshakeError::Json(error)),
-                Ok(regions) => return Ok((regions, fds)),
+                Ok(regions) => return Ok((regions, fd)),
             },
-            _ => {}
         }
     }
 }
 
-/// Appends what one read returns; the number of its bytes.
-fn piece(socket: &UnixStream, text: &mut Vec<u8>, fds: &mut Vec<OwnedFd>) -> Result<usize, Errno> {
+/// Whether the text is no array, or ends as an array ends. Other texts are not parsed.
+fn may_be_whole(text: &[u8]) -> bool {
+    match text.trim_ascii() {
+        [] => false,
+        [b'[', .., last] => *last == b']',
+        [first, ..] => *first != b'[',
+    }
+}
+
+/// Appends what one read returns; the number of its bytes. `None`: there is nothing at present, or
+/// no memory.
+fn piece(
+    socket: &UnixStream,
+    text: &mut Vec<u8>,
+    fd: &mut Option<OwnedFd>,
+) -> Result<Option<usize>, HandshakeError> {
     let mut bytes = [0; 4096];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut rights = RecvAncillaryBuffer::new(&mut space);
@@ -222,15 +237,28 @@ fn piece(socket: &UnixStream, text: &mut Vec<u8>, fds: &mut Vec<OwnedFd>) -> Res
         flags,
     );
     let received = match received {
-        Err(Errno::CONNRESET) => 0,
-        Err(errno) => return Err(errno),
-        Ok(received) => received.bytes,
+        Err(Errno::CONNRESET) => return Ok(Some(0)),
+        Err(Errno::AGAIN | Errno::INTR | Errno::NOMEM | Errno::NOBUFS) => return Ok(None),
+        Err(errno) => return Err(errno.into()),
+        Ok(received) => received,
     };
     let messages = rights.drain();
-    fds.extend(messages.flat_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(fds) => fds.collect(),
-        _ => Vec::new(),
-    }));
-    text.extend_from_slice(&bytes[..received]);
-    Ok(received)
+    let fds: Vec<_> = messages
+        .flat_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(fds) => fds.collect(),
+            _ => Vec::new(),
+        })
+        .collect();
+    let is_cut = received.flags.contains(ReturnFlags::CTRUNC);
+    for new in fds {
+        if fd.replace(new).is_some() {
+            return Err(HandshakeError::Descriptors);
+        }
+    }
+    // The kernel drops a descriptor that finds no room.
+    if is_cut {
+        return Err(HandshakeError::NoRoom);
+    }
+    text.extend_from_slice(&bytes[..received.bytes]);
+    Ok(Some(received.bytes))
 }

@@ -30,13 +30,14 @@
 //! | `service` | the event thread of one VM |
 //! | `vm`, `units` | what is done about an event or an answer; the states of pages |
 //! | `placing`, `waiting` | a placement, and the kernel's answers; placements to repeat |
-//! | `stats` | counters |
+//! | `stats`, `messages` | counters; messages to the user |
 //!
 //! [`PageSource`]: lacuna_source::PageSource
 #![forbid(unsafe_code)]
 
 mod config;
 mod handshake;
+mod messages;
 mod pager;
 mod peer_process;
 mod placing;

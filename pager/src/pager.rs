@@ -19,6 +19,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+/// The most connections whose message has not been handled. Later ones wait in the socket's queue.
+const HANDSHAKES: u64 = 64;
 /// The pause after a connection that could not be accepted.
 const PAUSE: Duration = Duration::from_millis(10);
 
@@ -27,7 +29,7 @@ const PAUSE: Duration = Duration::from_millis(10);
 /// userfaultfds.
 pub struct Pager {
     shared: Arc<PagerShared>,
-    thread: Option<JoinHandle<()>>,
+    thread: Mutex<Option<JoinHandle<()>>, lock_order::PagerThread>,
 }
 
 struct PagerShared {
@@ -39,6 +41,10 @@ struct PagerShared {
     stop: AtomicBool,
     accepted: AtomicU64,
     refused: AtomicU64,
+    /// Accepted connections that are neither refused nor ended.
+    connections: AtomicU64,
+    /// Those of them whose message has not been handled.
+    handshakes: AtomicU64,
     vms: Mutex<Vms, lock_order::PagerVms>,
 }
 
@@ -70,6 +76,8 @@ impl Pager {
             stop: AtomicBool::new(false),
             accepted: AtomicU64::new(0),
             refused: AtomicU64::new(0),
+            connections: AtomicU64::new(0),
+            handshakes: AtomicU64::new(0),
             vms: Mutex::default(),
         });
         let accepts = Arc::clone(&shared);
@@ -77,15 +85,24 @@ impl Pager {
         let thread = named.spawn(move || accepts.accept(&listener))?;
         Ok(Self {
             shared,
-            thread: Some(thread),
+            thread: Mutex::new(Some(thread)),
         })
     }
 
-    /// Accepts no VM any more, and closes the socket.
+    /// Accepts no VM any more, and closes the socket. Waits until that is so: afterwards
+    /// [`Pager::connections`] only falls.
     pub fn stop_accepting(&self) {
         self.shared.stop.store(true, Ordering::Release);
         // It fails only if the counter is full: then the thread wakes up anyway.
         let _ = rustix::io::write(&self.shared.bell, &1u64.to_ne_bytes());
+        let thread = lock(&self.thread).take();
+        thread.into_iter().for_each(join);
+    }
+
+    /// VMs that need this pager: the served ones, and accepted ones whose message has not been
+    /// handled.
+    pub fn connections(&self) -> u64 {
+        self.shared.connections.load(Ordering::Acquire)
     }
 
     /// Its counters now.
@@ -113,7 +130,6 @@ impl Pager {
 impl Drop for Pager {
     fn drop(&mut self) {
         self.stop_accepting();
-        self.thread.take().into_iter().for_each(join);
     }
 }
 
@@ -126,6 +142,10 @@ impl PagerShared {
             ];
             // After an interruption the loop continues, as without a connection.
             let _ = poll(&mut fds, None);
+            if self.handshakes.load(Ordering::Acquire) >= HANDSHAKES {
+                std::thread::sleep(PAUSE);
+                continue;
+            }
             match listener.accept() {
                 Ok((socket, _)) => self.start(socket),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
@@ -136,33 +156,41 @@ impl PagerShared {
     }
 
     fn start(self: &Arc<Self>, socket: UnixStream) {
-        let shared = Arc::clone(self);
         let process = match PeerProcess::of(&socket) {
             Ok(process) => process,
-            Err(errno) => return self.refuse(0, &HandshakeError::from(errno).to_string()),
+            Err(errno) => {
+                return self.refuse("a process", &HandshakeError::from(errno).to_string());
+            }
         };
-        let pid = process.pid();
+        let (shared, name) = (Arc::clone(self), process.to_string());
+        let connection = CountedConnection::new(self);
         let named = std::thread::Builder::new().name("lacuna-pager-vm".into());
         let started = named.spawn(move || {
-            if let Err(refusal) = shared.handle(&socket, process) {
-                shared.refuse(pid, &refusal.to_string());
+            let name = process.to_string();
+            if let Err(refusal) = shared.handle(&socket, process, &connection) {
+                shared.refuse(&name, &refusal.to_string());
             }
         });
         if let Err(error) = started {
             let reason = format!("there is no thread for it ({error}): raise `ulimit -u`");
-            self.refuse(pid, &reason);
+            self.refuse(&name, &reason);
         }
     }
 
-    fn refuse(&self, pid: i32, reason: &str) {
+    fn refuse(&self, name: &str, reason: &str) {
         self.refused.fetch_add(1, Ordering::Relaxed);
-        let text = format!("refused the VM of process {pid}: {reason}");
+        let text = format!("refused the VM of {name}: {reason}");
         tracing::warn!(target: "lacuna::pager", "{text}");
         (self.config.report)(&text);
     }
 
     /// Serves the VM behind `socket` until it ends.
-    fn handle(&self, socket: &UnixStream, process: PeerProcess) -> Result<(), HandshakeError> {
+    fn handle(
+        &self,
+        socket: &UnixStream,
+        process: PeerProcess,
+        connection: &CountedConnection,
+    ) -> Result<(), HandshakeError> {
         process.check(&self.config.users)?;
         let message = Handshake::receive(socket, self.pages, self.config.patience)?;
         let uffd = Arc::new(message.uffd);
@@ -170,6 +198,7 @@ impl PagerShared {
         let lost = (self.config.when_lost, Arc::clone(&self.config.report));
         let vm = Arc::new(Vm::new(memory, process, Arc::clone(&self.source), lost)?);
         let (number, pid) = (self.add(&vm), vm.pid());
+        connection.has_its_message();
         tracing::info!(target: "lacuna::pager", pid, "serves a VM");
         serve(&vm, &uffd, socket);
         vm.end();
@@ -193,5 +222,35 @@ impl PagerShared {
         let ended = vms.all.remove(&number);
         drop(vms);
         drop(ended);
+    }
+}
+
+/// An accepted connection, as long as it needs the pager.
+struct CountedConnection {
+    shared: Arc<PagerShared>,
+    is_in_handshake: AtomicBool,
+}
+
+impl CountedConnection {
+    fn new(shared: &Arc<PagerShared>) -> Self {
+        shared.connections.fetch_add(1, Ordering::AcqRel);
+        shared.handshakes.fetch_add(1, Ordering::AcqRel);
+        Self {
+            shared: Arc::clone(shared),
+            is_in_handshake: AtomicBool::new(true),
+        }
+    }
+
+    fn has_its_message(&self) {
+        if self.is_in_handshake.swap(false, Ordering::AcqRel) {
+            self.shared.handshakes.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
+}
+
+impl Drop for CountedConnection {
+    fn drop(&mut self) {
+        self.has_its_message();
+        self.shared.connections.fetch_sub(1, Ordering::AcqRel);
     }
 }

@@ -38,23 +38,27 @@ pub enum Placed {
 /// Places `put` at the missing pages of `unit`, from its page `from` on.
 pub fn place(uffd: &Userfaultfd, unit: &Unit, put: Put<'_>, from: usize) -> Placed {
     let (pages, mut at, mut found) = (unit.memory.pages() as usize, from, false);
+    // The most pages of a call, and how many are gone.
+    let (mut step, mut gone) = (pages, 0);
     let zeros = match put {
         Put::Zeros => vec![[0; PAGE_SIZE]; pages],
         Put::Pages(_) | Put::Poison => Vec::new(),
     };
     while at < pages {
         let start = unit.memory.start().checked_add_pages(at as u64);
-        let rest = start.and_then(|start| HvaRange::new(start, (pages - at) as u64));
+        let end = pages.min(at + step);
+        let rest = start.and_then(|start| HvaRange::new(start, (end - at) as u64));
         let rest = rest.expect("in the unit");
         let placed = match put {
-            Put::Pages(content) => uffd.place(&content[at..], rest.start(), Waiters::Wake),
-            Put::Zeros => uffd.place(&zeros[at..], rest.start(), Waiters::Wake),
+            Put::Pages(content) => uffd.place(&content[at..end], rest.start(), Waiters::Wake),
+            Put::Zeros => uffd.place(&zeros[at..end], rest.start(), Waiters::Wake),
             Put::Poison => uffd
                 .poison(rest)
                 .map_err(|errno| Partial { done: 0, errno }),
         };
         let Err(Partial { done, errno }) = placed else {
-            break;
+            at = end;
+            continue;
         };
         at += done;
         match errno {
@@ -64,19 +68,23 @@ pub fn place(uffd: &Userfaultfd, unit: &Unit, put: Put<'_>, from: usize) -> Plac
             Errno::INVAL if found => return Placed::Unsure,
             Errno::AGAIN | Errno::NOMEM | Errno::NOSPC => return Placed::Later(errno, at),
             Errno::SRCH => return Placed::Ended,
-            Errno::NOENT => {
+            // A part of the run is not registered. The other pages are placed one by one.
+            Errno::NOENT if step > 1 => step = 1,
+            Errno::NOENT => (at, gone) = (at + 1, gone + 1),
+            Errno::INVAL if step < pages => {
                 wake(uffd, unit);
                 return Placed::Unmapped;
             }
             errno => return Placed::Refused(errno),
         }
     }
-    match found {
+    if found || gone > 0 {
         // The call that has placed the page may have woken no thread.
-        true => {
-            wake(uffd, unit);
-            Placed::Found
-        }
+        wake(uffd, unit);
+    }
+    match found {
+        _ if gone > 0 && gone == pages - from => Placed::Unmapped,
+        true => Placed::Found,
         false => Placed::Whole,
     }
 }

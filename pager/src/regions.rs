@@ -107,17 +107,17 @@ impl Regions {
         self.0[after - 1].unit(number)
     }
 
-    /// The numbers of the units that lie wholly in `range`. The kernel takes no part of a page
-    /// away.
-    pub fn within(&self, range: HvaRange) -> impl Iterator<Item = u64> {
+    /// The numbers of the units that have a part in `range`, and whether they lie wholly in it.
+    pub fn touched(&self, range: HvaRange) -> impl Iterator<Item = (u64, bool)> {
         self.0.iter().flat_map(move |region| {
             let start = region.is.memory.start().get();
             let page = region.is.page.bytes();
             let common = region.is.memory.intersect(range);
             common.into_iter().flat_map(move |common| {
-                let from = (common.start().get() - start).div_ceil(page);
-                let to = (common.end().get() - start) / page;
-                region.first_unit + from..region.first_unit + to
+                let (from, to) = (common.start().get() - start, common.end().get() - start);
+                let whole = from.div_ceil(page)..to / page;
+                let units = from / page..to.div_ceil(page);
+                units.map(move |at| (region.first_unit + at, whole.contains(&at)))
             })
         })
     }

@@ -34,13 +34,20 @@ pub fn serve(vm: &Arc<Vm>, uffd: &Userfaultfd, socket: &UnixStream) {
         if error.is_some() {
             continue;
         }
-        if ready.has_failed {
-            error = Some(Errno::IO);
-        } else if let Err(errno) = vm.read_events(&mut faults) {
-            error = Some(errno);
-        }
-        if let Some(errno) = error {
-            vm.hold(&format!("its events cannot be read ({errno})"));
+        let read = match ready.has_failed {
+            true => Err(Errno::IO),
+            false => vm.read_events(&mut faults),
+        };
+        match read {
+            Ok(false) => {}
+            // What the kernel has refused because of an unread event is repeated at once.
+            Ok(true) => pause = None,
+            // The event of a fork has a descriptor, and stays until there is room for it.
+            Err(Errno::MFILE | Errno::NFILE | Errno::NOMEM) => std::thread::sleep(PAUSE),
+            Err(errno) => {
+                error = Some(errno);
+                vm.hold(&format!("its events cannot be read ({errno})"));
+            }
         }
         faults.drain(..).for_each(|address| vm.fault(address));
         pause = match (vm.repeat(), pause) {

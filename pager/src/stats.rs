@@ -70,8 +70,8 @@ impl Counts {
 /// One VM, at about one moment.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct VmStats {
-    /// The process that has connected.
-    pub pid: i32,
+    /// The process that has connected; `None` if it is in another PID namespace.
+    pub pid: Option<i32>,
     /// Bytes of its memory.
     pub bytes: u64,
     /// Its counters.

@@ -29,8 +29,20 @@ pub enum UnitState {
     Lost,
 }
 
-/// The states of all units of a VM, one byte each. The VM's lock orders the changes: see
-/// `Vm::live`.
+impl UnitState {
+    fn of(word: u8) -> Self {
+        match word {
+            0 => Self::Missing,
+            1 => Self::Asked,
+            2 => Self::Arrived,
+            3 => Self::Settled,
+            _ => Self::Lost,
+        }
+    }
+}
+
+/// The states of all units of a VM, one byte each. The VM's lock orders placements and removals:
+/// see `Vm::live`.
 pub struct Units(Box<[AtomicU8]>);
 
 impl Units {
@@ -45,16 +57,8 @@ impl Units {
 
     /// The state now. A unit that the VMM has not announced is lost.
     pub fn get(&self, unit: u64) -> UnitState {
-        match self
-            .word(unit)
-            .map_or(UnitState::Lost as u8, |word| word.load(Ordering::Acquire))
-        {
-            0 => UnitState::Missing,
-            1 => UnitState::Asked,
-            2 => UnitState::Arrived,
-            3 => UnitState::Settled,
-            _ => UnitState::Lost,
-        }
+        let word = self.word(unit);
+        UnitState::of(word.map_or(UnitState::Lost as u8, |word| word.load(Ordering::Acquire)))
     }
 
     /// Whether the unit was missing. It is now asked for.
@@ -63,25 +67,24 @@ impl Units {
     }
 
     /// The content has come, and waits.
-    pub fn arrive(&self, unit: u64) {
-        self.change(unit, UnitState::Asked, UnitState::Arrived);
+    /// Returns whether the unit was asked for.
+    pub fn arrive(&self, unit: u64) -> bool {
+        self.change(unit, UnitState::Asked, UnitState::Arrived)
     }
 
     /// The content was placed, or taken away. Returns the state before.
     pub fn settle(&self, unit: u64) -> UnitState {
-        let before = self.get(unit);
-        if let Some(word) = self.word(unit) {
-            word.store(UnitState::Settled as u8, Ordering::Release);
-        }
-        before
+        self.word(unit).map_or(UnitState::Lost, |word| {
+            UnitState::of(word.swap(UnitState::Settled as u8, Ordering::AcqRel))
+        })
     }
 
-    /// The content will not come. No effect on a settled unit.
-    pub fn lose(&self, unit: u64) {
+    /// The content will not come. No effect on a settled unit. Returns the state before, if this
+    /// call has lost the unit.
+    pub fn lose(&self, unit: u64) -> Option<UnitState> {
         let from = [UnitState::Missing, UnitState::Asked, UnitState::Arrived];
-        let _ = from
-            .into_iter()
-            .any(|from| self.change(unit, from, UnitState::Lost));
+        from.into_iter()
+            .find(|from| self.change(unit, *from, UnitState::Lost))
     }
 
     fn word(&self, unit: u64) -> Option<&AtomicU8> {
@@ -106,11 +109,12 @@ mod tests {
         let units = Units::new(3);
         assert!(units.ask(0) && !units.ask(0));
         assert_eq!(units.settle(0), UnitState::Asked);
-        units.lose(0);
+        assert_eq!(units.lose(0), None);
         assert_eq!(units.get(0), UnitState::Settled);
-        units.arrive(1);
+        assert!(!units.arrive(1));
         assert_eq!(units.get(1), UnitState::Missing);
-        units.lose(1);
+        assert_eq!(units.lose(1), Some(UnitState::Missing));
+        assert_eq!(units.lose(1), None);
         assert!(!units.ask(1));
         assert_eq!(units.settle(1), UnitState::Lost);
         assert_eq!(units.get(2), UnitState::Missing);

@@ -15,30 +15,29 @@
 //! settled unit, and drops the content. Between the removal's start and the read the kernel refuses
 //! placements with `EAGAIN`: the content then waits for the event thread in `waiting`.
 
+mod answers;
+
 use crate::config::{Report, WhenLost};
+use crate::messages::{Matter, Messages};
 use crate::peer_process::PeerProcess;
 use crate::placing::{Placed, Put, place, wake};
 use crate::regions::{Regions, Unit};
 use crate::stats::{Count, Counts, PagerCounts, VmStats};
 use crate::units::{UnitState, Units};
 use crate::waiting::{Again, Waiting, WaitingList, WaitingPut};
-use lacuna_addr::{Hva, HvaRange, PAGE_SIZE};
-use lacuna_source::{
-    Answer, Failure, Gathered, Gathering, Measured, PageRequest, PageRequester, PageSource,
-    SourcePage,
-};
+use lacuna_addr::{Hva, HvaRange};
+use lacuna_source::{Gathering, Measured, PageRequest, PageRequester, PageSource, SourcePage};
 use lacuna_sync::{Mutex, RwLock, RwLockReadGuard, lock, lock_order};
 use lacuna_sys::{Errno, Event, Userfaultfd};
 use rustix::event::{EventfdFlags, eventfd};
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Once, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 /// The most reads of the descriptor under one lock. Each returns up to 64 events.
 const READS: usize = 64;
-/// Bits of a page's number in its unit, in the key of a request: a unit has up to 1 GiB.
-const WITHIN: u32 = 18;
+const NO_HUGE_PAGE: &str = "no huge page is left, or another thread has placed it";
 
 /// One VM.
 pub struct Vm {
@@ -46,10 +45,11 @@ pub struct Vm {
     process: PeerProcess,
     source: Measured<Arc<dyn PageSource>>,
     when_lost: WhenLost,
-    report: Report,
+    messages: Messages,
+    units: Units,
     /// `None` after the end. See the module's documentation.
-    live: RwLock<Option<Live>, lock_order::PagerVm>,
-    /// Units of several pages, some of which have arrived.
+    live: RwLock<Option<Arc<Userfaultfd>>, lock_order::PagerVm>,
+    /// Units of several pages in the state Asked, some or all of which have arrived.
     gathering: Mutex<HashMap<u64, Gathering>, lock_order::PagerUnits>,
     waiting: WaitingList,
     /// Wakes the event thread.
@@ -57,21 +57,6 @@ pub struct Vm {
     /// The kernel has said that the process is ending.
     has_ended: AtomicBool,
     counts: Counts,
-    /// What was said once.
-    said: [Once; Matter::Oddity as usize + 1],
-}
-
-/// What a message to the user is about. The first message about each matter is said.
-#[derive(Clone, Copy)]
-enum Matter {
-    Loss,
-    Shortage,
-    Oddity,
-}
-
-struct Live {
-    uffd: Arc<Userfaultfd>,
-    units: Units,
 }
 
 impl Vm {
@@ -85,72 +70,80 @@ impl Vm {
         source: Arc<dyn PageSource>,
         (when_lost, report): (WhenLost, Report),
     ) -> Result<Self, Errno> {
-        let units = Units::new(regions.units());
         Ok(Self {
+            units: Units::new(regions.units()),
+            messages: Messages::new(&process, report),
             regions,
             process,
             source: Measured::new(source),
             when_lost,
-            report,
-            live: RwLock::new(Some(Live { uffd, units })),
+            live: RwLock::new(Some(uffd)),
             gathering: Mutex::default(),
             waiting: WaitingList::default(),
             bell: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             has_ended: AtomicBool::new(false),
             counts: Counts::default(),
-            said: std::array::from_fn(|_| Once::new()),
         })
     }
 
     /// Reads the events of the descriptor. Settles the removed units, and appends the faults to
-    /// `faults`.
+    /// `faults`. Returns whether there was an event.
     ///
     /// # Errors
     /// As `read(2)`.
-    pub fn read_events(&self, faults: &mut Vec<Hva>) -> Result<(), Errno> {
-        let mut live = self.live.write().unwrap_or_else(PoisonError::into_inner);
-        let Some(live) = &mut *live else {
-            return Ok(());
+    pub fn read_events(&self, faults: &mut Vec<Hva>) -> Result<bool, Errno> {
+        let live = self.live.write().unwrap_or_else(PoisonError::into_inner);
+        let Some(uffd) = &*live else {
+            return Ok(false);
         };
         let (mut events, mut read) = (Vec::new(), Ok(()));
         for _ in 0..READS {
             let before = events.len();
-            read = live.uffd.events(&mut events);
+            read = uffd.events(&mut events);
             if events.len() == before {
                 break;
             }
         }
+        let read = read.map(|()| !events.is_empty());
         // The kernel returns faults before removals that are older.
         for event in events {
             match event {
                 Event::Fault(fault) => faults.push(fault.page),
-                Event::Removed(range) | Event::Unmapped(range) => self.remove(live, range),
-                Event::Moved { from, to } => self.moved(live, from, to),
+                Event::Removed(range) | Event::Unmapped(range) => self.remove(uffd, range),
+                Event::Moved { from, to } => self.moved(uffd, from, to),
                 // The child's pages are not served. Dropping its descriptor lets the child
                 // continue, with zeros in missing pages.
                 Event::Forked(child) => {
                     drop(child);
                     let text = "has forked: the child's missing pages are zeros; do not fork a VMM";
-                    self.say(Matter::Oddity, text);
+                    self.messages.say(Matter::Oddity, text);
                 }
                 Event::Other(number) => {
                     let text = format!("has sent the unknown event {number:#x}, which is ignored");
-                    self.say(Matter::Oddity, &text);
+                    self.messages.say(Matter::Oddity, &text);
                 }
             }
         }
         read
     }
 
-    fn remove(&self, live: &Live, range: HvaRange) {
+    fn remove(&self, uffd: &Userfaultfd, range: HvaRange) {
         self.counts.add(Count::Removals);
-        for number in self.regions.within(range) {
-            match live.units.settle(number) {
+        for (number, is_whole) in self.regions.touched(range) {
+            if !is_whole {
+                // No content may cover the removed pages, and the others must not become zeros. A
+                // settled unit stays: its missing pages get zeros.
+                let unit = self.regions.unit(number);
+                let reason = "the VM has taken a part of the page away: announce its page size";
+                self.lose(Some(uffd), &unit, reason);
+                continue;
+            }
+            match self.units.settle(number) {
                 UnitState::Missing | UnitState::Settled => {}
                 // The waiting threads fault again, and get zeros.
                 UnitState::Asked | UnitState::Arrived | UnitState::Lost => {
                     lock(&self.gathering).remove(&number);
-                    wake(&live.uffd, &self.regions.unit(number));
+                    wake(uffd, &self.regions.unit(number));
                 }
             }
         }
@@ -158,16 +151,20 @@ impl Vm {
 
     /// The VMM has moved a part of its memory. It has not announced the new addresses, so a fault
     /// there is a fault outside of the regions.
-    fn moved(&self, live: &Live, from: HvaRange, to: Hva) {
-        self.regions
-            .within(from)
-            .for_each(|number| live.units.lose(number));
+    fn moved(&self, uffd: &Userfaultfd, from: HvaRange, to: Hva) {
+        for (number, _) in self.regions.touched(from) {
+            if let Some(UnitState::Asked | UnitState::Arrived) = self.units.lose(number) {
+                lock(&self.gathering).remove(&number);
+                // Its threads find that the memory is not there any more.
+                wake(uffd, &self.regions.unit(number));
+            }
+        }
         let text = format!(
             "has moved memory from {} to {to} by mremap, which this pager does not follow: its \
              missing pages are lost",
             from.start()
         );
-        self.say(Matter::Loss, &text);
+        self.messages.say(Matter::Loss, &text);
         if self.when_lost == WhenLost::Kill {
             self.kill();
         }
@@ -181,20 +178,22 @@ impl Vm {
         };
         {
             let live = self.live();
-            let Some(live) = &*live else { return };
-            match live.units.get(unit.number) {
-                UnitState::Missing if live.units.ask(unit.number) => {}
+            let Some(uffd) = live.as_deref() else { return };
+            match self.units.get(unit.number) {
+                UnitState::Missing if self.units.ask(unit.number) => {}
                 // The answer wakes the thread.
                 UnitState::Missing | UnitState::Asked | UnitState::Arrived => return,
-                UnitState::Settled => return self.put(live, &unit, WaitingPut::Zeros),
-                UnitState::Lost => return self.refuse_access(live, &unit),
+                // What waits for this unit wakes the thread.
+                UnitState::Settled if self.waiting.need(&unit) => return,
+                UnitState::Settled => return self.put(Some(uffd), &unit, WaitingPut::Zeros),
+                UnitState::Lost => return self.refuse_access(Some(uffd), &unit),
             }
         }
         // Without the lock: the source may answer at once.
         for page in 0..unit.memory.pages() {
             let requester = Arc::clone(self) as Arc<dyn PageRequester>;
-            let key = unit.number << WITHIN | page;
-            let request = PageRequest::new(requester, key, SourcePage(unit.first.0 + page));
+            let page_of_source = SourcePage(unit.first.0 + page);
+            let request = PageRequest::new(requester, Self::key(&unit, page), page_of_source);
             request.send(&self.source);
         }
     }
@@ -205,7 +204,7 @@ impl Vm {
             "has a fault at {address}, which is in none of its regions: announce all of the \
              registered memory"
         );
-        self.say(Matter::Loss, &text);
+        self.messages.say(Matter::Loss, &text);
         let memory = HvaRange::new(address.page(), 1).expect("a page");
         let unit = Unit {
             number: u64::MAX,
@@ -213,8 +212,8 @@ impl Vm {
             first: SourcePage(0),
         };
         let live = self.live();
-        if let Some(live) = &*live {
-            self.refuse_access(live, &unit);
+        if let Some(uffd) = live.as_deref() {
+            self.refuse_access(Some(uffd), &unit);
         }
     }
 
@@ -222,41 +221,65 @@ impl Vm {
     pub fn repeat(&self) -> bool {
         let waiting = self.waiting.take();
         let live = self.live();
-        let Some(live) = &*live else { return false };
-        for Waiting { unit, put, from } in waiting {
-            let is_wanted = match (&put, live.units.get(unit.number)) {
+        let Some(uffd) = live.as_deref() else {
+            return false;
+        };
+        for one in waiting {
+            let is_there = one.is_there();
+            let Waiting {
+                unit, put, from, ..
+            } = one;
+            let is_wanted = match (&put, self.units.get(unit.number)) {
                 (WaitingPut::Content(_), state) => state == UnitState::Arrived,
                 (WaitingPut::Zeros, state) => state == UnitState::Settled,
                 (WaitingPut::Poison, state) => state == UnitState::Lost,
             };
             if !is_wanted {
                 // Taken away meanwhile. A thread that waits faults again.
-                wake(&live.uffd, &unit);
+                wake(uffd, &unit);
                 continue;
             }
-            match self.place(live, &unit, put.as_put(), from) {
-                // If the page is missing, a thread that needs it faults again, and gets zeros then.
-                Again::Unsure if matches!(put, WaitingPut::Zeros) => {}
-                again => self.waiting.keep(unit, put, again),
+            let is_zeros = matches!(put, WaitingPut::Zeros);
+            if is_zeros && is_there {
+                continue;
             }
+            let again = self.place(uffd, &unit, put.as_put(), from);
+            if is_zeros && again == Again::Unsure {
+                self.short(NO_HUGE_PAGE);
+            }
+            self.waiting.keep(unit, put, again);
         }
         !self.waiting.is_empty()
     }
 
-    /// Places something, or keeps it for [`Vm::repeat`].
-    fn put(&self, live: &Live, unit: &Unit, put: WaitingPut) {
-        let again = self.place(live, unit, put.as_put(), 0);
-        self.waiting.keep(*unit, put, again);
+    /// Places something, or keeps it for [`Vm::repeat`]. Without a descriptor, because the event
+    /// thread holds the lock alone, it keeps it.
+    fn put(&self, uffd: Option<&Userfaultfd>, unit: &Unit, put: WaitingPut) {
+        let again = uffd.map_or(Again::Later(0), |uffd| {
+            self.place(uffd, unit, put.as_put(), 0)
+        });
+        self.keep(*unit, put, again);
+    }
+
+    /// Keeps something for [`Vm::repeat`], if it is to be repeated, and wakes the event thread.
+    fn keep(&self, unit: Unit, put: WaitingPut, again: Again) {
+        if self.waiting.keep(unit, put, again) {
+            self.ring();
+        }
     }
 
     /// Places something.
-    fn place(&self, live: &Live, unit: &Unit, put: Put<'_>, from: usize) -> Again {
-        match place(&live.uffd, unit, put, from) {
+    fn place(&self, uffd: &Userfaultfd, unit: &Unit, put: Put<'_>, from: usize) -> Again {
+        let placed = place(uffd, unit, put, from);
+        match placed {
             Placed::Whole => {}
             Placed::Found => self.counts.add(Count::Exists),
             Placed::Unsure => {
-                wake(&live.uffd, unit);
-                self.short("no huge page is left, or another thread has placed it");
+                wake(uffd, unit);
+                // Zeros are usual for a page that another thread has placed: see `repeat`.
+                if !matches!(put, Put::Zeros) {
+                    self.short(NO_HUGE_PAGE);
+                }
                 return Again::Unsure;
             }
             Placed::Later(Errno::AGAIN, at) => {
@@ -268,35 +291,35 @@ impl Vm {
                 return Again::Later(at);
             }
             Placed::Unmapped => {
-                live.units.settle(unit.number);
+                self.units.settle(unit.number);
                 return Again::No;
             }
             Placed::Ended => {
                 // The end of the request reports a failure, which is no loss then.
-                live.units.settle(unit.number);
+                self.units.settle(unit.number);
                 self.has_ended.store(true, Ordering::Release);
                 self.ring();
                 return Again::No;
             }
             Placed::Refused(errno) if matches!(put, Put::Poison) => {
                 let text = format!("waits for a lost page, which cannot be poisoned ({errno})");
-                self.say(Matter::Oddity, &text);
+                self.messages.say(Matter::Oddity, &text);
                 return Again::No;
             }
             Placed::Refused(errno) => {
                 let at = unit.memory.start();
                 let reason = format!("the kernel refuses a page at {at} ({errno})");
-                self.lose(live, unit, &reason);
+                self.lose(Some(uffd), unit, &reason);
                 return Again::No;
             }
         }
+        if let Put::Pages(_) = put {
+            self.units.settle(unit.number);
+        }
         match put {
-            Put::Pages(_) => {
-                live.units.settle(unit.number);
-                self.counts.add(Count::Placed);
-            }
-            Put::Zeros => self.counts.add(Count::Zeros),
-            Put::Poison => {}
+            Put::Pages(_) if placed == Placed::Whole => self.counts.add(Count::Placed),
+            Put::Zeros if placed == Placed::Whole => self.counts.add(Count::Zeros),
+            _ => {}
         }
         Again::No
     }
@@ -304,41 +327,39 @@ impl Vm {
     fn short(&self, reason: &str) {
         self.counts.add(Count::NoMemory);
         let text = format!("waits for a page: the host has no memory for it ({reason})");
-        self.say(Matter::Shortage, &text);
+        self.messages.say(Matter::Shortage, &text);
     }
 
-    /// The content of `unit` will not come.
-    fn lose(&self, live: &Live, unit: &Unit, reason: &str) {
+    /// The content of `unit` will not come. No effect if it is settled or lost.
+    fn lose(&self, uffd: Option<&Userfaultfd>, unit: &Unit, reason: &str) {
+        if self.units.lose(unit.number).is_none() {
+            return;
+        }
+        lock(&self.gathering).remove(&unit.number);
         self.counts.add(Count::Lost);
-        live.units.lose(unit.number);
-        self.say(Matter::Loss, &format!("has lost {}: {reason}", unit.first));
-        self.refuse_access(live, unit);
+        let text = format!("has lost {}: {reason}", unit.first);
+        self.messages.say(Matter::Loss, &text);
+        self.refuse_access(uffd, unit);
     }
 
     /// Does what the policy says about an access to a page without content.
-    fn refuse_access(&self, live: &Live, unit: &Unit) {
+    fn refuse_access(&self, uffd: Option<&Userfaultfd>, unit: &Unit) {
         match self.when_lost {
             WhenLost::Hold => {}
             WhenLost::Kill => self.kill(),
-            WhenLost::Poison => self.put(live, unit, WaitingPut::Poison),
+            WhenLost::Poison => self.put(uffd, unit, WaitingPut::Poison),
         }
     }
 
     fn kill(&self) {
         if let Err(errno) = self.process.kill() {
-            let text = format!("cannot be ended ({errno}): end it by hand");
-            self.say(Matter::Oddity, &text);
+            let text =
+                format!("waits for a lost page, and cannot be ended ({errno}): end it by hand");
+            self.messages.say(Matter::Kill, &text);
         }
     }
 
-    /// Calls the pager's report, once for each matter.
-    fn say(&self, matter: Matter, text: &str) {
-        let text = format!("the VM of process {} {text}", self.process.pid());
-        tracing::warn!(target: "lacuna::pager", "{text}");
-        self.said[matter as usize].call_once(|| (self.report)(&text));
-    }
-
-    fn live(&self) -> RwLockReadGuard<'_, Option<Live>> {
+    fn live(&self) -> RwLockReadGuard<'_, Option<Arc<Userfaultfd>>> {
         self.live.read().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -359,8 +380,8 @@ impl Vm {
 
     /// Reports an error of the pager: no fault is answered any more.
     pub fn hold(&self, reason: &str) {
-        self.say(
-            Matter::Loss,
+        self.messages.say(
+            Matter::Service,
             &format!("waits for missing pages: {reason}; restart the VM"),
         );
     }
@@ -374,12 +395,12 @@ impl Vm {
             .take();
         drop(live);
         lock(&self.gathering).clear();
-        drop(self.waiting.take());
+        self.waiting.clear();
         self.source.end("the VM has ended");
     }
 
-    /// The number of its process.
-    pub fn pid(&self) -> i32 {
+    /// The number of its process, unless that is in another PID namespace.
+    pub fn pid(&self) -> Option<i32> {
         self.process.pid()
     }
 
@@ -396,68 +417,5 @@ impl Vm {
             counts: self.counts(),
             pages: self.source.stats(),
         }
-    }
-}
-
-impl PageRequester for Vm {
-    fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], Failure<'_>>) -> Answer {
-        let unit = self.regions.unit(key >> WITHIN);
-        let page = key & ((1 << WITHIN) - 1);
-        let live = self.live();
-        let Some(live) = &*live else {
-            return Answer::Late;
-        };
-        if live.units.get(unit.number) != UnitState::Asked {
-            return Answer::Late;
-        }
-        let gathered;
-        let pages = match content {
-            // The end of a request calls this with a failure, also after an answer.
-            Err(_) if self.has_gathered(&unit, page) => return Answer::Late,
-            Err(failure) => {
-                lock(&self.gathering).remove(&unit.number);
-                self.lose(live, &unit, failure.reason);
-                self.ring();
-                return Answer::Taken;
-            }
-            Ok(content) if unit.memory.pages() == 1 => std::slice::from_ref(content),
-            Ok(content) => match self.gather(&unit, page, content) {
-                Gathered::Late => return Answer::Late,
-                Gathered::Partly => return Answer::Taken,
-                Gathered::Wholly(pages) => {
-                    gathered = pages;
-                    gathered.all()
-                }
-            },
-        };
-        let again = self.place(live, &unit, Put::Pages(pages), 0);
-        if again != Again::No {
-            live.units.arrive(unit.number);
-            self.waiting
-                .keep(unit, WaitingPut::Content(pages.to_vec()), again);
-            self.ring();
-        }
-        Answer::Taken
-    }
-}
-
-impl Vm {
-    fn has_gathered(&self, unit: &Unit, page: u64) -> bool {
-        let all = lock(&self.gathering);
-        all.get(&unit.number)
-            .is_some_and(|unit| unit.has(page as usize))
-    }
-
-    fn gather(&self, unit: &Unit, page: u64, content: &[u8; PAGE_SIZE]) -> Gathered {
-        let mut all = lock(&self.gathering);
-        let pages = unit.memory.pages() as usize;
-        let gathered = all
-            .entry(unit.number)
-            .or_default()
-            .add((page as usize, pages), content);
-        if let Gathered::Wholly(_) = gathered {
-            all.remove(&unit.number);
-        }
-        gathered
     }
 }

@@ -4,6 +4,7 @@ use crate::placing::Put;
 use crate::regions::Unit;
 use lacuna_addr::PAGE_SIZE;
 use lacuna_sync::{Mutex, lock, lock_order};
+use std::time::{Duration, Instant};
 
 /// Whether a placement is to be repeated.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -29,11 +30,26 @@ pub struct Waiting {
     pub put: WaitingPut,
     /// The first page of the unit that is not in place.
     pub from: usize,
+    /// Not before this time.
+    due: Option<Instant>,
+    /// A thread has had a fault on the unit meanwhile.
+    is_needed: bool,
 }
+
+/// The pause before an unsure placement is repeated. A woken thread that misses the page has
+/// another fault meanwhile.
+const UNSURE: Duration = Duration::from_millis(10);
 
 /// The placements of one VM that are to be repeated.
 #[derive(Default)]
 pub struct WaitingList(Mutex<Vec<Waiting>, lock_order::PagerWaiting>);
+
+impl Waiting {
+    /// The placement was unsure and has woken the threads, and none has missed the page since.
+    pub fn is_there(&self) -> bool {
+        self.due.is_some() && !self.is_needed
+    }
+}
 
 impl WaitingPut {
     pub fn as_put(&self) -> Put<'_> {
@@ -47,22 +63,46 @@ impl WaitingPut {
 
 impl WaitingList {
     /// Keeps a placement, if it is to be repeated. One entry serves all threads that wait for the
-    /// unit.
-    pub fn keep(&self, unit: Unit, put: WaitingPut, again: Again) {
-        let from = match again {
-            Again::No => return,
-            Again::Later(from) => from,
-            Again::Unsure => 0,
+    /// unit. Returns whether the unit waits.
+    pub fn keep(&self, unit: Unit, put: WaitingPut, again: Again) -> bool {
+        let (from, due) = match again {
+            Again::No => return false,
+            Again::Later(from) => (from, None),
+            Again::Unsure => (0, Some(Instant::now() + UNSURE)),
         };
         let mut waiting = lock(&self.0);
         if waiting.iter().all(|other| other.unit != unit) {
-            waiting.push(Waiting { unit, put, from });
+            let is_needed = false;
+            waiting.push(Waiting {
+                unit,
+                put,
+                from,
+                due,
+                is_needed,
+            });
         }
+        true
+    }
+
+    /// Whether the unit waits. A thread needs it.
+    pub fn need(&self, unit: &Unit) -> bool {
+        let mut waiting = lock(&self.0);
+        let mut others = waiting.iter_mut();
+        let found = others.find(|other| other.unit == *unit);
+        found.map(|found| found.is_needed = true).is_some()
+    }
+
+    /// Takes those that may be repeated now.
+    pub fn take(&self) -> Vec<Waiting> {
+        let now = Instant::now();
+        let is_due = |waiting: &mut Waiting| waiting.due.is_none_or(|due| due <= now);
+        lock(&self.0).extract_if(.., is_due).collect()
     }
 
     /// Takes all.
-    pub fn take(&self) -> Vec<Waiting> {
-        std::mem::take(&mut *lock(&self.0))
+    pub fn clear(&self) {
+        let all = std::mem::take(&mut *lock(&self.0));
+        drop(all);
     }
 
     /// Whether nothing waits.

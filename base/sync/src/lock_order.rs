@@ -139,6 +139,7 @@ classes! {
         PagerUnits "Vm::gathering (pager)",
         PagerWaiting "WaitingList (pager)",
         PagerVms "PagerShared::vms (pager)",
+        PagerThread "Pager::thread (pager)",
         ApfArrivals "Arrivals::list (apf)",
         DirtyCounts "Tracking::counts (mmu)",
         PlatformEnding "PlatformDevices::ending",

@@ -147,7 +147,7 @@ fn a_lost_page_kills_its_vmm() {
     let mut other = ChildVmm::start(bed.path.to_str().unwrap());
     other.said();
     let kept = source.next();
-    assert_eq!(bed.pager.vms()[0].pid, child.0.id() as i32);
+    assert_eq!(bed.pager.vms()[0].pid, Some(child.0.id() as i32));
     assert_eq!(lost.fail("it burnt"), Answer::Taken);
     assert_eq!(child.signal(), Some(9));
     bed.wait("the end", |pager| pager.stats().vms == 1);
@@ -170,4 +170,24 @@ fn a_dropped_pager_serves_on() {
     assert_eq!(vmm.memory.read_whole(1), word(1));
     vmm.memory.discard(0, 1);
     assert_eq!(vmm.memory.read_whole(0), 0);
+}
+
+/// A VMM that is accepted, and has not sent its message, needs the pager. The pager serves it also
+/// after its acceptance of others has ended.
+#[test]
+fn an_accepted_vmm_is_served_after_the_end_of_acceptance() {
+    let uffd = removals();
+    let bed = Bed::new(Arc::new(Words), 2);
+    let memory = Memory::anonymous(2, PAGE_SIZE as u64);
+    // SAFETY: 1. the memory stays mapped, and is accessed only by atomics.
+    unsafe { uffd.register(memory.range()) }.unwrap();
+    let socket = UnixStream::connect(&bed.path).unwrap();
+    bed.wait("the connection", |pager| pager.connections() == 1);
+    bed.pager.stop_accepting();
+    assert!(UnixStream::connect(&bed.path).is_err());
+    assert_eq!((bed.pager.connections(), bed.pager.stats().vms), (1, 0));
+    send_regions(&socket, &[region(memory.range())], uffd.as_fd()).unwrap();
+    assert_eq!(memory.read_whole(1), word(1));
+    drop(socket);
+    bed.wait("the end", |pager| pager.connections() == 0);
 }

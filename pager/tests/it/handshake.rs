@@ -262,3 +262,54 @@ fn another_user_is_refused() {
         "{said}"
     );
 }
+
+/// A second descriptor is refused as it arrives: the message may never end.
+#[test]
+fn a_second_descriptor_is_refused_at_once() {
+    let uffd = removals();
+    let config = Config {
+        patience: Duration::from_secs(3600),
+        ..Config::default()
+    };
+    let bed = Bed::with(Arc::new(Words), SOURCE, config);
+    let mut socket = UnixStream::connect(&bed.path).unwrap();
+    send(&socket, "[", &[uffd.as_fd()]);
+    send(&socket, " ", &[uffd.as_fd()]);
+    assert!(refusal(&bed, &mut socket, 0).contains("several descriptors"));
+    // A text that is no array, too.
+    let mut socket = UnixStream::connect(&bed.path).unwrap();
+    send(&socket, " GET / HTTP/1.1", &[uffd.as_fd()]);
+    assert!(refusal(&bed, &mut socket, 1).contains("is not Firecracker's array"));
+    still_serves(&bed);
+}
+
+/// A message whose every piece may be its end is parsed only a few times.
+#[test]
+fn a_message_with_many_ends_is_refused() {
+    let uffd = removals();
+    let bed = Bed::new(Arc::new(Words), SOURCE);
+    let mut socket = UnixStream::connect(&bed.path).unwrap();
+    send(&socket, r#"[{"size":1,"other":[[]"#, &[uffd.as_fd()]);
+    while socket.write_all(b",[]").is_ok() {
+        std::thread::sleep(Duration::from_micros(50));
+    }
+    assert!(refusal(&bed, &mut socket, 0).contains("is not Firecracker's array"));
+}
+
+/// Silent connections take no more than their share of threads. Other VMMs wait until one is over.
+#[test]
+fn few_handshakes_at_a_time() {
+    let uffd = removals();
+    let config = Config {
+        patience: Duration::from_secs(3600),
+        ..Config::default()
+    };
+    let bed = Bed::with(Arc::new(Words), SOURCE, config);
+    let silent = [(); 64].map(|()| UnixStream::connect(&bed.path).unwrap());
+    bed.wait("64 connections", |pager| pager.connections() == 64);
+    let vmm = Vmm::connect(&bed, uffd, 3, 2);
+    std::thread::sleep(Duration::from_millis(30));
+    assert_eq!(bed.pager.connections(), 64);
+    drop(silent);
+    assert_eq!(vmm.memory.read_whole(1), word(4));
+}

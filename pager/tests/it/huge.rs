@@ -1,9 +1,10 @@
 //! Memory in huge pages of 2 MiB, which are placed as a whole.
 
 use crate::vmm::{
-    Bed, Manual, Memory, Vmm, Words, content, or_skip, removals, with_features, word,
+    Bed, Manual, Memory, Vmm, Words, content, gated, or_skip, removals, with_features, word,
 };
 use lacuna_addr::{Level, PAGE_SIZE};
+use lacuna_pager::{Config, WhenLost};
 use lacuna_skip::{HugePages, test};
 use lacuna_source::Answer;
 use lacuna_sys::{Errno, TakenPages, Userfaultfd, Waiters};
@@ -129,4 +130,106 @@ fn a_unit_is_placed_around_the_pages_that_are_there() {
         vmm.uffd.copy(&[1; PAGE_SIZE], memory.range().start()),
         Err(Errno::EXIST)
     );
+}
+
+/// A request ends while another thread places its unit: its page has arrived, so nothing is lost.
+/// The pager calls its report in the middle of the placement, because no huge page is left.
+#[test]
+fn a_request_that_ends_during_the_placement_is_late() {
+    let uffd = or_skip(Userfaultfd::open_for_guest());
+    let reserved = HugePages::reserve(1);
+    let source = Arc::new(Manual::default());
+    let (config, reports, gate) = gated(WhenLost::Hold);
+    let bed = Bed::with(source.clone(), 2 * UNIT, config);
+    let huge = HugeMemory::new(2);
+    let memory = huge.0;
+    let _vmm = Vmm::with(&bed, uffd, (memory, 0), Level::L2M);
+    thread::scope(|scope| {
+        let reader = scope.spawn(move || memory.read_whole(0));
+        for _ in 0..UNIT {
+            let request = source.next();
+            assert_eq!(request.provide(&content(request.page().0)), Answer::Taken);
+        }
+        assert_eq!(reader.join().unwrap(), word(0));
+        let reader = scope.spawn(move || memory.read_whole(UNIT));
+        let answered: Vec<_> = (1..UNIT)
+            .map(|_| {
+                let request = source.next();
+                assert_eq!(request.provide(&content(request.page().0)), Answer::Taken);
+                request
+            })
+            .collect();
+        let last = source.next();
+        let placing = scope.spawn(move || last.provide(&content(last.page().0)));
+        reports.recv().unwrap();
+        drop(answered);
+        gate.send(()).unwrap();
+        assert_eq!(placing.join().unwrap(), Answer::Taken);
+        reserved.change(2).unwrap();
+        assert_eq!(reader.join().unwrap(), word(UNIT));
+    });
+    assert_eq!(bed.pager.stats().counts.lost, 0);
+}
+
+/// Zeros that find no huge page are repeated after a pause: each try has one more fault.
+#[test]
+fn zeros_without_a_huge_page_are_repeated_after_a_pause() {
+    let uffd = with_features(REMOVALS_OF_HUGE_PAGES);
+    let reserved = HugePages::reserve(1);
+    let bed = Bed::new(Arc::new(Words), 2 * UNIT);
+    let huge = HugeMemory::new(2);
+    let memory = huge.0;
+    let _vmm = Vmm::with(&bed, uffd, (memory, 0), Level::L2M);
+    assert_eq!(memory.read_whole(0), word(0));
+    memory.discard(0, UNIT);
+    assert_eq!(memory.read_whole(UNIT), word(UNIT));
+    thread::scope(|scope| {
+        let reader = scope.spawn(move || memory.read_whole(0));
+        bed.wait("tries", |pager| pager.stats().counts.no_memory >= 5);
+        let counts = bed.pager.stats().counts;
+        assert!(counts.faults <= counts.no_memory + 6, "{counts:?}");
+        reserved.change(2).unwrap();
+        assert_eq!(reader.join().unwrap(), 0);
+    });
+    assert_eq!(bed.said().len(), 1, "{:?}", bed.said());
+}
+
+/// The VM takes a part of a page away, before its content is there: it gets neither zeros in the
+/// other part, nor content in this one.
+#[test]
+fn a_page_whose_part_is_removed_is_lost() {
+    let uffd = removals();
+    let source = Arc::new(Manual::default());
+    let config = Config {
+        when_lost: WhenLost::Hold,
+        ..Config::default()
+    };
+    let bed = Bed::with(source.clone(), 2 * UNIT, config);
+    let memory = Memory::anonymous(2 * UNIT, Level::L2M.bytes());
+    let _vmm = Vmm::with(&bed, uffd, (memory, 0), Level::L2M);
+    let waits = thread::spawn(move || memory.read(7));
+    let request = source.next();
+    // The end of the first unit, and all of the second.
+    memory.discard(UNIT - 2, UNIT + 2);
+    // The fault is read after the change of the states.
+    assert_eq!(memory.read_whole(UNIT), 0);
+    assert_eq!(request.provide(&content(request.page().0)), Answer::Late);
+    assert_eq!(bed.pager.stats().counts.lost, 1);
+    assert!(!waits.is_finished());
+    let said = bed.said();
+    assert!(said[0].contains("a part of the page"), "{said:?}");
+}
+
+/// A part of a unit is unmapped, and the descriptor does not report that. The rest is placed.
+#[test]
+fn a_unit_is_placed_around_unmapped_pages() {
+    let uffd = removals();
+    let bed = Bed::new(Arc::new(Words), UNIT);
+    let memory = Memory::anonymous(UNIT, Level::L2M.bytes());
+    let _vmm = Vmm::with(&bed, uffd, (memory, 0), Level::L2M);
+    // SAFETY: 1. the range is this test's own, and is not accessed any more.
+    unsafe { munmap(memory.at(3), 2 * PAGE_SIZE) }.unwrap();
+    for page in (0..UNIT).filter(|page| ![3, 4].contains(page)) {
+        assert_eq!(memory.read_whole(page), word(page));
+    }
 }

@@ -1,16 +1,20 @@
 //! Pages that the source has lost, and memory that the VMM did not announce: never zeros.
 
-use crate::vmm::{Bed, Manual, Memory, Vmm, Words, content, removals, with_features, word};
+use crate::vmm::{Bed, Manual, Memory, Vmm, Words, content, gated, removals, with_features, word};
 use lacuna_addr::{HvaRange, Level, PAGE_SIZE};
 use lacuna_pager::{Config, WhenLost};
 use lacuna_skip::test;
 use lacuna_source::Answer;
 use lacuna_sys::TakenPages;
-use rustix::mm::{MapFlags, MremapFlags, ProtFlags, mmap_anonymous, mremap_fixed, munmap};
+use rustix::fs::OFlags;
+use rustix::mm::{MapFlags, MremapFlags, ProtFlags, mmap_anonymous, mremap, mremap_fixed, munmap};
+use std::os::fd::AsFd as _;
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 use std::sync::Arc;
+use std::sync::mpsc::channel;
 use std::thread;
+use std::time::Duration;
 
 /// Features of `linux/userfaultfd.h`.
 const EVENT_FORK: u64 = 1 << 1;
@@ -172,4 +176,93 @@ fn a_fork_is_reported() {
         said.len() == 1 && said[0].contains("has forked"),
         "{said:?}"
     );
+}
+
+/// The answer's thread serves all VMs, so it does not wait for the event thread of one. That one
+/// reports a move here, with the lock held alone.
+#[test]
+fn an_answer_does_not_wait_for_the_event_thread() {
+    let uffd = with_features(EVENT_REMAP);
+    let source = Arc::new(Manual::default());
+    let (config, reports, gate) = gated(WhenLost::Hold);
+    let bed = Bed::with(source.clone(), 8, config);
+    let vmm = Vmm::connect(&bed, uffd, 0, 8);
+    let (memory, target) = (vmm.memory, Memory::anonymous(1, PAGE_SIZE as u64));
+    thread::scope(|scope| {
+        let readers = [5, 6].map(|page| {
+            let reader = scope.spawn(move || memory.read_whole(page));
+            (reader, source.next())
+        });
+        let [(provided, answered), (_, failed)] = readers;
+        let flags = MremapFlags::MAYMOVE;
+        let (from, to) = (memory.at(0).addr(), target.at(0).addr());
+        let mover = scope.spawn(move || {
+            let [from, to] = [from, to].map(std::ptr::with_exposed_provenance_mut);
+            // SAFETY: 1. both ranges are this test's own, and no reference to them exists.
+            unsafe { mremap_fixed(from, PAGE_SIZE, PAGE_SIZE, flags, to) }.map(drop)
+        });
+        reports.recv().unwrap();
+        let (done, is_done) = channel();
+        scope.spawn(move || {
+            let answers = [answered.provide(&content(5)), failed.fail("it burnt")];
+            done.send(answers).unwrap();
+        });
+        let answers = is_done.recv_timeout(Duration::from_secs(20));
+        gate.send(()).unwrap();
+        assert_eq!(answers, Ok([Answer::Taken; 2]));
+        mover.join().unwrap().unwrap();
+        assert_eq!(provided.join().unwrap(), word(5));
+        bed.wait("the loss", |pager| pager.stats().counts.lost == 1);
+        // Its reader continues with zeros.
+        vmm.uffd
+            .unregister(
+                HvaRange::new(memory.range().start().checked_add_pages(6).unwrap(), 1).unwrap(),
+            )
+            .unwrap();
+    });
+}
+
+/// A thread that waits in moved memory is woken. Its old addresses are still mapped here, so it has
+/// another fault.
+#[test]
+fn threads_that_wait_in_moved_memory_are_woken() {
+    let uffd = with_features(EVENT_REMAP);
+    let source = Arc::new(Manual::default());
+    let bed = Bed::with(source.clone(), 2, holding());
+    let vmm = Vmm::connect(&bed, uffd, 0, 2);
+    let memory = vmm.memory;
+    let waits = thread::spawn(move || memory.read(0));
+    let request = source.next();
+    let flags = MremapFlags::MAYMOVE | MremapFlags::DONTUNMAP;
+    // SAFETY: 1. the range is this test's own, and no reference to it exists.
+    let moved = unsafe { mremap(memory.at(0), 2 * PAGE_SIZE, 2 * PAGE_SIZE, flags) };
+    if let Err(errno) = moved {
+        return lacuna_skip::skip(errno);
+    }
+    // It finds memory that is no longer registered, or has another fault.
+    bed.wait("the wake-up", |pager| {
+        waits.is_finished() || pager.stats().counts.faults >= 2
+    });
+    assert_eq!(request.provide(&content(0)), Answer::Late);
+}
+
+/// The end of the service is said also after another message.
+#[test]
+fn a_dead_service_is_said() {
+    let uffd = removals();
+    let source = Arc::new(Manual::default());
+    let bed = Bed::with(source.clone(), 3, holding());
+    let vmm = Vmm::connect(&bed, uffd, 0, 3);
+    let memory = vmm.memory;
+    let _waits = [0, 1].map(|page| {
+        let waits = thread::spawn(move || memory.read(page));
+        assert_eq!(source.next().fail("it burnt"), Answer::Taken);
+        waits
+    });
+    // The flag belongs to all copies of the descriptor.
+    rustix::fs::fcntl_setfl(vmm.uffd.as_fd(), OFlags::empty()).unwrap();
+    let _waits = thread::spawn(move || memory.read(2));
+    bed.wait("a message", |_| bed.said().len() == 2);
+    let said = bed.said();
+    assert!(said[1].contains("its events cannot be read"), "{said:?}");
 }

@@ -1,7 +1,7 @@
 //! A simulated VMM, and page sources for it.
 
 use lacuna_addr::{Hva, HvaRange, Level, PAGE_SIZE, PageCount};
-use lacuna_pager::{Config, Pager};
+use lacuna_pager::{Config, Pager, WhenLost};
 use lacuna_source::{HandlerRegion, PageRequest, PageSource, SourcePage, send_regions};
 use lacuna_sys::{Errno, Userfaultfd};
 use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
@@ -14,6 +14,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
@@ -264,4 +265,22 @@ impl PageSource for Manual {
     fn fetch(&self, request: PageRequest) {
         self.0.lock().unwrap().push(request);
     }
+}
+
+/// Settings whose report sends to the first channel, and then waits for the second one.
+pub fn gated(when_lost: WhenLost) -> (Config, Receiver<()>, Sender<()>) {
+    let (opened, gate) = channel::<()>();
+    let (reported, reports) = channel();
+    let gate = Mutex::new((reported, gate));
+    let config = Config {
+        when_lost,
+        report: Arc::new(move |_| {
+            let (reported, gate) = &*gate.lock().unwrap();
+            // At the end of a test there is no other side.
+            let _ = reported.send(());
+            let _ = gate.recv();
+        }),
+        ..Config::default()
+    };
+    (config, reports, opened)
 }
