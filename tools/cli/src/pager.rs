@@ -19,11 +19,15 @@ use serde::Serialize;
 use std::fs::{Permissions, set_permissions};
 use std::os::unix::fs::PermissionsExt as _;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
 /// How often the live line is renewed and signals are checked.
 const LOOK: Duration = Duration::from_millis(200);
+/// The most messages of the pager that wait to be printed.
+const MESSAGES: usize = 256;
 
 type Source = Measured<Box<dyn PageSource>>;
 
@@ -62,9 +66,18 @@ fn pager_until_signal(args: &PagerArgs) -> Result<Exit, Refusal> {
     let source = Arc::new(Measured::new(source));
     let metrics = args.metrics.map(MetricsSocket::open).transpose()?;
     let socket = PrivateSocket::bind(&args.socket).map_err(transport_refusal)?;
+    // The pager reports under the lock of a VM, and stderr may block.
+    let (sender, messages) = sync_channel(MESSAGES);
+    let unsaid = Arc::new(AtomicU64::new(0));
+    let counts = Arc::clone(&unsaid);
+    let report = move |text: &str| {
+        if sender.try_send(text.to_owned()).is_err() {
+            counts.fetch_add(1, Ordering::Relaxed);
+        }
+    };
     let mut config = Config {
         when_lost: args.when_lost.into(),
-        report: Arc::new(complain),
+        report: Arc::new(report),
         ..Config::default()
     };
     if !args.users.is_empty() {
@@ -94,6 +107,8 @@ fn pager_until_signal(args: &PagerArgs) -> Result<Exit, Refusal> {
             memory: pages.bytes(),
             source: &source,
             pager: &pager,
+            messages: &messages,
+            unsaid: &unsaid,
             began,
         };
         serves.until_signal(&signals, socket)
@@ -132,6 +147,10 @@ struct Serves<'a> {
     memory: u64,
     source: &'a Source,
     pager: &'a Pager,
+    /// What the pager reports.
+    messages: &'a Receiver<String>,
+    /// Messages that found no room.
+    unsaid: &'a AtomicU64,
     began: Instant,
 }
 
@@ -142,10 +161,16 @@ impl Serves<'_> {
         let live = progress::line(self.args.output.quiet);
         let mut socket = Some(socket);
         let signal = loop {
-            let vms = self.pager.stats().vms;
-            match signals.caught() {
-                Some(signal) if vms == 0 => break signal,
-                Some(signal) if socket.take().is_some() => {
+            live.suspend(|| self.print_messages());
+            if let Some(signal) = signals.caught() {
+                let is_first = socket.take().is_some();
+                // Before the count, which only falls afterwards.
+                self.pager.stop_accepting();
+                let vms = self.pager.connections();
+                if vms == 0 {
+                    break signal;
+                }
+                if is_first {
                     live.suspend(|| {
                         complain(&format!(
                             "{signal}: {vms} VMs need this pager, which ends when they have ended \
@@ -153,15 +178,14 @@ impl Serves<'_> {
                              for ever"
                         ));
                     });
-                    self.pager.stop_accepting();
                 }
-                _ => {}
             }
             live.set_message(fit(&self.line(), columns()));
             live.tick();
             thread::sleep(LOOK);
         };
         live.finish_and_clear();
+        self.print_messages();
         let exit = Exit::Interrupted(signal);
         let (stats, pages) = (self.pager.stats(), self.source.stats());
         let report = PagerReport {
@@ -185,6 +209,16 @@ impl Serves<'_> {
         let text = self.line() + "\n";
         write_result_until_signal(&self.args.output, &text, &(json + "\n"), signals)?;
         Ok(exit)
+    }
+
+    fn print_messages(&self) {
+        self.messages.try_iter().for_each(|text| complain(&text));
+        let unsaid = self.unsaid.swap(0, Ordering::Relaxed);
+        if unsaid > 0 {
+            complain(&format!(
+                "{unsaid} more messages of the pager are not shown"
+            ));
+        }
     }
 
     fn line(&self) -> String {
