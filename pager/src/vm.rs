@@ -49,7 +49,7 @@ pub struct Vm {
     units: Units,
     /// `None` after the end. See the module's documentation.
     live: RwLock<Option<Arc<Userfaultfd>>, lock_order::PagerVm>,
-    /// Units of several pages in the state Asked, some or all of which have arrived.
+    /// The pages that have arrived, of units of several pages in the state Asked.
     gathering: Mutex<HashMap<u64, Gathering>, lock_order::PagerUnits>,
     waiting: WaitingList,
     /// Wakes the event thread.

@@ -132,7 +132,7 @@ pub struct Stopped {
     vcpus: Vec<VcpuState>,
 }
 
-/// Saves a guest, no vCPU of which runs.
+/// Saves a guest whose vCPUs do not run.
 ///
 /// # Panics
 /// If a state is not saved.

@@ -1,4 +1,4 @@
-//! Leaves of 1 GiB, of which only memory in huge pages of that size has some.
+//! Leaves of 1 GiB. Only memory in huge pages of that size has them.
 //!
 //! ```text
 //! fault    the host has the 1 GiB whole: lock all of it, map it, or collapse its 2 MiB leaves

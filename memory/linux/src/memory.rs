@@ -33,7 +33,7 @@ pub struct LinuxMemory {
     pub outside: Option<Arc<FillHandler>>,
     /// What the memory is made of.
     pub backing: LinuxBacking,
-    /// Linux was told that a page of a private file comes without its neighbours.
+    /// Linux has the advice to bring a page of a private file back without its neighbours.
     pub is_read_singly: AtomicBool,
     users: Striped<Users>,
 }

@@ -107,8 +107,8 @@ pub fn a_paged_out_guest_runs_another_thread<B: Backend>(backend: &B) -> Outcome
             let ending = devices.ending();
             assert_eq!(ending, Some(Ending::Stopped), "a word was wrong");
             let (after, stats) = (state(), vm.stats());
-            let (told, ready) = (after.apf.not_present, after.apf.ready);
-            assert!(told - ready <= 64, "{contract}: {:?}", after.apf);
+            let (not_present, ready) = (after.apf.not_present, after.apf.ready);
+            assert!(not_present - ready <= 64, "{contract}: {:?}", after.apf);
             assert!(reads(&after) > reads(&before), "{contract}");
             assert!(stats.pages_out >= 200 && stats.pages_in >= 200, "{stats:?}");
         }

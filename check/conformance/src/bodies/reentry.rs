@@ -263,7 +263,7 @@ pub fn vms_share_a_memory_file_and_a_device<B: Backend>(backend: &B) -> Outcome 
         };
         let device = Arc::<Counter>::default();
         let one = started(DATA, &device)?;
-        // The image of the other VM replaces this one's, of which only the loop is the same.
+        // The image of the other VM replaces this one's. Only their loops are the same.
         while device.0.load(Ordering::Relaxed) == 0 {
             assert_eq!(one.devices().ending(), None);
             thread::yield_now();
