@@ -6,7 +6,7 @@
 //!
 //! ```no_run
 //! use lacuna_addr::PageCount;
-//! use lacuna_pager::{Config, Pager};
+//! use lacuna_pager::{Config, Image, Pager};
 //! use lacuna_source::{MemoryFile, Policy};
 //! use std::os::unix::net::UnixListener;
 //! use std::sync::Arc;
@@ -14,7 +14,9 @@
 //! let pages = PageCount::from_bytes(512 << 20);
 //! let source = MemoryFile::open("/snapshots/memory".as_ref(), pages, Policy::default())?;
 //! let listener = UnixListener::bind("/run/pager.socket")?;
-//! let pager = Pager::start(listener, Arc::new(source), pages, Config::default())?;
+//! let pager = Pager::new(Config::default())?;
+//! let source = Arc::new(source);
+//! pager.serve(listener, Image { source, pages })?;
 //! println!("{} VMs", pager.stats().vms);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -25,7 +27,7 @@
 //!
 //! | file | job |
 //! |---|---|
-//! | `pager`, `config` | accepts VMs; the settings |
+//! | `pager`, `config`, `image` | accepts VMs; the settings; what a socket's VMs get |
 //! | `handshake`, `regions`, `peer_process` | the VMM's message, checked; its process |
 //! | `service` | the event thread of one VM |
 //! | `vm`, `units` | what is done about an event or an answer; the states of pages |
@@ -37,6 +39,7 @@
 
 mod config;
 mod handshake;
+mod image;
 mod messages;
 mod pager;
 mod peer_process;
@@ -50,5 +53,6 @@ mod waiting;
 
 pub use config::{Config, Report, WhenLost};
 pub use handshake::HandshakeError;
+pub use image::Image;
 pub use pager::Pager;
 pub use stats::{PagerCounts, PagerStats, VmStats};

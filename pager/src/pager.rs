@@ -2,12 +2,11 @@
 
 use crate::config::Config;
 use crate::handshake::{Handshake, HandshakeError};
+use crate::image::Image;
 use crate::peer_process::PeerProcess;
 use crate::service::serve;
 use crate::stats::{PagerCounts, PagerStats, VmStats};
 use crate::vm::Vm;
-use lacuna_addr::PageCount;
-use lacuna_source::PageSource;
 use lacuna_sync::{Mutex, join, lock, lock_order};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use std::collections::BTreeMap;
@@ -29,14 +28,13 @@ const PAUSE: Duration = Duration::from_millis(10);
 /// userfaultfds.
 pub struct Pager {
     shared: Arc<PagerShared>,
-    thread: Mutex<Option<JoinHandle<()>>, lock_order::PagerThread>,
+    /// One for each socket.
+    threads: Mutex<Vec<JoinHandle<()>>, lock_order::PagerThread>,
 }
 
 struct PagerShared {
-    source: Arc<dyn PageSource>,
-    pages: PageCount,
     config: Config,
-    /// Wakes the accepting thread at the end.
+    /// Wakes the accepting threads at the end.
     bell: OwnedFd,
     stop: AtomicBool,
     accepted: AtomicU64,
@@ -57,20 +55,12 @@ struct Vms {
 }
 
 impl Pager {
-    /// Serves each VM that connects to `listener`, from the `pages` pages of `source`.
+    /// A pager without a socket.
     ///
     /// # Errors
-    /// No descriptor or thread is left.
-    pub fn start(
-        listener: UnixListener,
-        source: Arc<dyn PageSource>,
-        pages: PageCount,
-        config: Config,
-    ) -> io::Result<Self> {
-        listener.set_nonblocking(true)?;
+    /// No descriptor is left.
+    pub fn new(config: Config) -> io::Result<Self> {
         let shared = Arc::new(PagerShared {
-            source,
-            pages,
             config,
             bell: eventfd(0, EventfdFlags::CLOEXEC)?,
             stop: AtomicBool::new(false),
@@ -80,23 +70,34 @@ impl Pager {
             handshakes: AtomicU64::new(0),
             vms: Mutex::default(),
         });
-        let accepts = Arc::clone(&shared);
-        let named = std::thread::Builder::new().name("lacuna-pager".into());
-        let thread = named.spawn(move || accepts.accept(&listener))?;
         Ok(Self {
             shared,
-            thread: Mutex::new(Some(thread)),
+            threads: Mutex::default(),
         })
     }
 
-    /// Accepts no VM any more, and closes the socket. Waits until that is so: afterwards
-    /// [`Pager::connections`] only falls.
+    /// Serves each VM that connects to `listener` with `image`. A handshake does not say which
+    /// image a VM needs, so each image has a socket of its own.
+    ///
+    /// # Errors
+    /// No thread is left.
+    pub fn serve(&self, listener: UnixListener, image: Image) -> io::Result<()> {
+        listener.set_nonblocking(true)?;
+        let (shared, image) = (Arc::clone(&self.shared), Arc::new(image));
+        let named = std::thread::Builder::new().name("lacuna-pager".into());
+        let thread = named.spawn(move || shared.accept(&listener, &image))?;
+        lock(&self.threads).push(thread);
+        Ok(())
+    }
+
+    /// Accepts no VM any more, and closes the sockets. Waits until that is so: afterwards
+    /// [`Pager::connections`] only falls. A later [`Pager::serve`] accepts none.
     pub fn stop_accepting(&self) {
         self.shared.stop.store(true, Ordering::Release);
-        // It fails only if the counter is full: then the thread wakes up anyway.
+        // It fails only if the counter is full: then the threads wake up anyway.
         let _ = rustix::io::write(&self.shared.bell, &1u64.to_ne_bytes());
-        let thread = lock(&self.thread).take();
-        thread.into_iter().for_each(join);
+        let threads = std::mem::take(&mut *lock(&self.threads));
+        threads.into_iter().for_each(join);
     }
 
     /// VMs that need this pager: the served ones, and accepted ones whose message has not been
@@ -134,7 +135,7 @@ impl Drop for Pager {
 }
 
 impl PagerShared {
-    fn accept(self: &Arc<Self>, listener: &UnixListener) {
+    fn accept(self: &Arc<Self>, listener: &UnixListener, image: &Arc<Image>) {
         while !self.stop.load(Ordering::Acquire) {
             let mut fds = [
                 PollFd::new(listener, PollFlags::IN),
@@ -147,7 +148,7 @@ impl PagerShared {
                 continue;
             }
             match listener.accept() {
-                Ok((socket, _)) => self.start(socket),
+                Ok((socket, _)) => self.start(socket, image),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 // No descriptor is left: another one may be closed meanwhile.
                 Err(_) => std::thread::sleep(PAUSE),
@@ -155,19 +156,19 @@ impl PagerShared {
         }
     }
 
-    fn start(self: &Arc<Self>, socket: UnixStream) {
+    fn start(self: &Arc<Self>, socket: UnixStream, image: &Arc<Image>) {
         let process = match PeerProcess::of(&socket) {
             Ok(process) => process,
             Err(errno) => {
                 return self.refuse("a process", &HandshakeError::from(errno).to_string());
             }
         };
-        let (shared, name) = (Arc::clone(self), process.to_string());
+        let (shared, image, name) = (Arc::clone(self), Arc::clone(image), process.to_string());
         let connection = CountedConnection::new(self);
         let named = std::thread::Builder::new().name("lacuna-pager-vm".into());
         let started = named.spawn(move || {
             let name = process.to_string();
-            if let Err(refusal) = shared.handle(&socket, process, &connection) {
+            if let Err(refusal) = shared.handle(&socket, process, (&image, &connection)) {
                 shared.refuse(&name, &refusal.to_string());
             }
         });
@@ -189,14 +190,14 @@ impl PagerShared {
         &self,
         socket: &UnixStream,
         process: PeerProcess,
-        connection: &CountedConnection,
+        (image, connection): (&Image, &CountedConnection),
     ) -> Result<(), HandshakeError> {
         process.check(&self.config.users)?;
-        let message = Handshake::receive(socket, self.pages, self.config.patience)?;
+        let message = Handshake::receive(socket, image.pages, self.config.patience)?;
         let uffd = Arc::new(message.uffd);
         let memory = (message.regions, Arc::clone(&uffd));
         let lost = (self.config.when_lost, Arc::clone(&self.config.report));
-        let vm = Arc::new(Vm::new(memory, process, Arc::clone(&self.source), lost)?);
+        let vm = Arc::new(Vm::new(memory, process, image, lost)?);
         let (number, pid) = (self.add(&vm), vm.pid());
         connection.has_its_message();
         tracing::info!(target: "lacuna::pager", pid, "serves a VM");

@@ -18,6 +18,7 @@
 mod answers;
 
 use crate::config::{Report, WhenLost};
+use crate::image::Image;
 use crate::messages::{Matter, Messages};
 use crate::peer_process::PeerProcess;
 use crate::placing::{Placed, Put, place, wake};
@@ -67,7 +68,7 @@ impl Vm {
     pub fn new(
         (regions, uffd): (Regions, Arc<Userfaultfd>),
         process: PeerProcess,
-        source: Arc<dyn PageSource>,
+        image: &Image,
         (when_lost, report): (WhenLost, Report),
     ) -> Result<Self, Errno> {
         Ok(Self {
@@ -75,7 +76,7 @@ impl Vm {
             messages: Messages::new(&process, report),
             regions,
             process,
-            source: Measured::new(source),
+            source: Measured::new(Arc::clone(&image.source)),
             when_lost,
             live: RwLock::new(Some(uffd)),
             gathering: Mutex::default(),

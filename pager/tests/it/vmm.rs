@@ -1,7 +1,7 @@
 //! A simulated VMM, and page sources for it.
 
 use lacuna_addr::{Hva, HvaRange, Level, PAGE_SIZE, PageCount};
-use lacuna_pager::{Config, Pager, WhenLost};
+use lacuna_pager::{Config, Image, Pager, WhenLost};
 use lacuna_source::{HandlerRegion, PageRequest, PageSource, SourcePage, send_regions};
 use lacuna_sys::{Errno, Userfaultfd};
 use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
@@ -183,7 +183,9 @@ impl Bed {
         });
         let config = Config { report, ..config };
         let listener = UnixListener::bind(&path).unwrap();
-        let pager = Pager::start(listener, source, PageCount::new(pages), config).unwrap();
+        let pages = PageCount::new(pages);
+        let pager = Pager::new(config).unwrap();
+        pager.serve(listener, Image { source, pages }).unwrap();
         Self {
             pager,
             path,

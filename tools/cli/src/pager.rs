@@ -14,7 +14,7 @@ use lacuna::metrics::Metrics;
 use lacuna::migrate::transport::PrivateSocket;
 use lacuna::source::{Measured, PageSource};
 use lacuna_lab::report::{short, time};
-use lacuna_pager::{Config, Pager};
+use lacuna_pager::{Config, Image, Pager};
 use serde::Serialize;
 use std::fs::{Permissions, set_permissions};
 use std::os::unix::fs::PermissionsExt as _;
@@ -88,9 +88,14 @@ fn pager_until_signal(args: &PagerArgs) -> Result<Exit, Refusal> {
     }
     let listener = socket.listener().try_clone();
     let listener = listener.map_err(|error| host(format!("no descriptor is left: {error}")))?;
-    let asked = Arc::clone(&source) as Arc<dyn PageSource>;
-    let pager = Pager::start(listener, asked, pages, config);
-    let pager = pager.map_err(|error| host(format!("cannot start a thread: {error}")))?;
+    let pager = Pager::new(config);
+    let pager = pager.map_err(|error| host(format!("no descriptor is left: {error}")))?;
+    let image = Image {
+        source: Arc::clone(&source) as Arc<dyn PageSource>,
+        pages,
+    };
+    let serves = pager.serve(listener, image);
+    serves.map_err(|error| host(format!("cannot start a thread: {error}")))?;
     let fill = || {
         let mut to = Metrics::default();
         pager.stats().fill(&mut to);
