@@ -1,14 +1,19 @@
-//! Firecracker's handshake: one message with the regions as JSON and a userfaultfd.
+//! Firecracker's handshake: one message with the regions as JSON and a userfaultfd. A VMM that
+//! shares the image's pages asks for their file before.
 
 use crate::regions::{REGIONS_MAX, RegionMessage, Regions};
-use lacuna_addr::{Hva, PageCount};
+use crate::shared_pages::{SharedImage, SharedPages};
+use lacuna_addr::Hva;
+use lacuna_source::send_text;
 use lacuna_sys::{Errno, Userfaultfd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, recvmsg};
-use std::io::IoSliceMut;
+use serde::Deserialize;
+use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The most bytes of a message: more than [`REGIONS_MAX`] regions need.
@@ -36,7 +41,9 @@ pub enum HandshakeError {
     #[error("its message has more than {MESSAGE_MAX} bytes: announce fewer regions")]
     Long,
     /// The message is not the JSON of the handshake.
-    #[error("its message is not Firecracker's array of regions ({0}): correct the VMM")]
+    #[error(
+        "its message is not Firecracker's array of regions, and no request ({0}): correct the VMM"
+    )]
     Json(serde_json::Error),
     /// The message has no descriptor.
     #[error("its message has no descriptor: send the userfaultfd with it, by SCM_RIGHTS")]
@@ -138,6 +145,21 @@ pub enum HandshakeError {
     /// Two regions have common addresses.
     #[error("two of its regions have the address {0}: correct the VMM")]
     Overlap(Hva),
+    /// The request for shared memory has another version.
+    #[error("it speaks version {0} of the request for shared memory: use version {VERSION}")]
+    Version(u32),
+    /// There are no shared pages here.
+    #[error("this host has no shared pages ({0}): connect without the request for them")]
+    NoSharing(Errno),
+    /// The file's descriptor has not been sent.
+    #[error("it does not take the file of the shared pages: {0}")]
+    NotTaken(io::Error),
+    /// A region of shared memory has large pages.
+    #[error("its shared memory has pages of more than 4096 bytes: announce page_size 4096")]
+    LargeSharedPages,
+    /// Removed pages would get the file's content.
+    #[error("its userfaultfd does not report removals: enable UFFD_FEATURE_EVENT_REMOVE")]
+    NoRemovals,
     /// The system's error.
     #[error("its message cannot be read: {0}")]
     System(#[from] Errno),
@@ -149,19 +171,55 @@ pub struct Handshake {
     pub regions: Regions,
     /// Where its faults are read.
     pub uffd: Userfaultfd,
+    /// The file that it has mapped.
+    pub shared: Option<Arc<SharedPages>>,
 }
 
+/// A whole message.
+enum Message {
+    Regions(Vec<RegionMessage>),
+    Request(SharingRequest),
+}
+
+/// The request for the file of the shared pages.
+#[derive(Deserialize)]
+struct SharingRequest {
+    version: u32,
+    /// It has one value in this version.
+    #[serde(rename = "memory")]
+    _memory: SharedMemory,
+}
+
+#[derive(Deserialize)]
+enum SharedMemory {
+    #[serde(rename = "shared")]
+    Shared,
+}
+
+/// The version of the request for shared memory.
+const VERSION: u32 = 1;
+/// The answer to it, which comes with the file's descriptor.
+const ANSWER: &[u8] = br#"{"version":1}"#;
+
 impl Handshake {
-    /// Takes the message, for a source with `pages` pages.
+    /// Takes the message, for a VM of `image`.
     ///
     /// # Errors
     /// It is wrong, or late.
     pub fn receive(
         socket: &UnixStream,
-        pages: PageCount,
+        image: &SharedImage,
         patience: Duration,
     ) -> Result<Self, HandshakeError> {
-        let (regions, fd) = receive(socket, patience)?;
+        let (mut message, mut fd) = receive(socket, patience)?;
+        let mut shared = None;
+        if let Message::Request(request) = message {
+            shared = Some(request.answer(socket, image)?);
+            (message, fd) = receive(socket, patience)?;
+        }
+        let Message::Regions(regions) = message else {
+            return Err(HandshakeError::NoRegions);
+        };
         let fd = fd.ok_or(HandshakeError::NoDescriptor)?;
         let uffd = Userfaultfd::try_from(fd).map_err(HandshakeError::NoUserfaultfd)?;
         let mut polled = [PollFd::new(&uffd, PollFlags::IN)];
@@ -169,8 +227,43 @@ impl Handshake {
         if polled[0].revents().contains(PollFlags::ERR) {
             return Err(HandshakeError::Blocking);
         }
-        let regions = Regions::new(&regions, pages)?;
-        Ok(Self { regions, uffd })
+        let regions = Regions::new(&regions, image.image.pages)?;
+        if shared.is_some() {
+            if regions.has_large_pages() {
+                return Err(HandshakeError::LargeSharedPages);
+            }
+            if !uffd.reports_removals()? {
+                return Err(HandshakeError::NoRemovals);
+            }
+        }
+        Ok(Self {
+            regions,
+            uffd,
+            shared,
+        })
+    }
+}
+
+impl SharingRequest {
+    fn answer(
+        &self,
+        socket: &UnixStream,
+        image: &SharedImage,
+    ) -> Result<Arc<SharedPages>, HandshakeError> {
+        if self.version != VERSION {
+            return Err(HandshakeError::Version(self.version));
+        }
+        let shared = image.shared().map_err(HandshakeError::NoSharing)?;
+        let file = shared.reader()?;
+        send_text(socket, ANSWER, Some(file.as_fd())).map_err(HandshakeError::NotTaken)?;
+        Ok(shared)
+    }
+}
+
+fn parse(text: &[u8]) -> serde_json::Result<Message> {
+    match text.trim_ascii() {
+        [b'{', ..] => serde_json::from_slice(text).map(Message::Request),
+        _ => serde_json::from_slice(text).map(Message::Regions),
     }
 }
 
@@ -178,7 +271,7 @@ impl Handshake {
 fn receive(
     socket: &UnixStream,
     patience: Duration,
-) -> Result<(Vec<RegionMessage>, Option<OwnedFd>), HandshakeError> {
+) -> Result<(Message, Option<OwnedFd>), HandshakeError> {
     let until = Instant::now() + patience;
     let (mut text, mut fd, mut empty, mut parses) = (Vec::new(), None, 0, 0);
     loop {
@@ -201,21 +294,22 @@ fn receive(
             Some(0) => return Err(HandshakeError::Closed(text.len())),
             Some(_) if text.len() > MESSAGE_MAX => return Err(HandshakeError::Long),
             Some(_) if !may_be_whole(&text) => {}
-            Some(_) => match serde_json::from_slice(&text) {
+            Some(_) => match parse(&text) {
                 Err(error) if error.is_eof() && parses < PARSES => parses += 1,
                 Err(error) => return Err(HandshakeError::Json(error)),
-                Ok(regions) => return Ok((regions, fd)),
+                Ok(message) => return Ok((message, fd)),
             },
         }
     }
 }
 
-/// Whether the text is no array, or ends as an array ends. Other texts are not parsed.
+/// Whether the text is no array and no object, or ends as one ends. Other texts are not parsed.
 fn may_be_whole(text: &[u8]) -> bool {
     match text.trim_ascii() {
         [] => false,
         [b'[', .., last] => *last == b']',
-        [first, ..] => *first != b'[',
+        [b'{', .., last] => *last == b'}',
+        [first, ..] => !b"[{".contains(first),
     }
 }
 

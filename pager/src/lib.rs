@@ -32,6 +32,7 @@
 //! | `service` | the event thread of one VM |
 //! | `vm`, `units` | what is done about an event or an answer; the states of pages |
 //! | `placing`, `waiting` | a placement, and the kernel's answers; placements to repeat |
+//! | `shared_pages` | the memory file that an image's clones share |
 //! | `stats`, `messages` | counters; messages to the user |
 //!
 //! [`PageSource`]: lacuna_source::PageSource
@@ -46,6 +47,7 @@ mod peer_process;
 mod placing;
 mod regions;
 mod service;
+mod shared_pages;
 mod stats;
 mod units;
 mod vm;

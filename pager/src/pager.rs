@@ -5,6 +5,7 @@ use crate::handshake::{Handshake, HandshakeError};
 use crate::image::Image;
 use crate::peer_process::PeerProcess;
 use crate::service::serve;
+use crate::shared_pages::SharedImage;
 use crate::stats::{PagerCounts, PagerStats, VmStats};
 use crate::vm::Vm;
 use lacuna_sync::{Mutex, join, lock, lock_order};
@@ -83,7 +84,9 @@ impl Pager {
     /// No thread is left.
     pub fn serve(&self, listener: UnixListener, image: Image) -> io::Result<()> {
         listener.set_nonblocking(true)?;
-        let (shared, image) = (Arc::clone(&self.shared), Arc::new(image));
+        let shared = Arc::clone(&self.shared);
+        let report = Arc::clone(&shared.config.report);
+        let image = Arc::new(SharedImage::new(image, report));
         let named = std::thread::Builder::new().name("lacuna-pager".into());
         let thread = named.spawn(move || shared.accept(&listener, &image))?;
         lock(&self.threads).push(thread);
@@ -135,7 +138,7 @@ impl Drop for Pager {
 }
 
 impl PagerShared {
-    fn accept(self: &Arc<Self>, listener: &UnixListener, image: &Arc<Image>) {
+    fn accept(self: &Arc<Self>, listener: &UnixListener, image: &Arc<SharedImage>) {
         while !self.stop.load(Ordering::Acquire) {
             let mut fds = [
                 PollFd::new(listener, PollFlags::IN),
@@ -156,7 +159,7 @@ impl PagerShared {
         }
     }
 
-    fn start(self: &Arc<Self>, socket: UnixStream, image: &Arc<Image>) {
+    fn start(self: &Arc<Self>, socket: UnixStream, image: &Arc<SharedImage>) {
         let process = match PeerProcess::of(&socket) {
             Ok(process) => process,
             Err(errno) => {
@@ -190,14 +193,15 @@ impl PagerShared {
         &self,
         socket: &UnixStream,
         process: PeerProcess,
-        (image, connection): (&Image, &CountedConnection),
+        (image, connection): (&SharedImage, &CountedConnection),
     ) -> Result<(), HandshakeError> {
         process.check(&self.config.users)?;
-        let message = Handshake::receive(socket, image.pages, self.config.patience)?;
+        let message = Handshake::receive(socket, image, self.config.patience)?;
         let uffd = Arc::new(message.uffd);
         let memory = (message.regions, Arc::clone(&uffd));
         let lost = (self.config.when_lost, Arc::clone(&self.config.report));
-        let vm = Arc::new(Vm::new(memory, process, image, lost)?);
+        let source = (Arc::clone(&image.image.source), message.shared);
+        let vm = Arc::new(Vm::new(memory, process, source, lost)?);
         let (number, pid) = (self.add(&vm), vm.pid());
         connection.has_its_message();
         tracing::info!(target: "lacuna::pager", pid, "serves a VM");

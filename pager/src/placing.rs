@@ -1,16 +1,19 @@
 //! Puts units in place by userfaultfd.
 
 use crate::regions::Unit;
+use crate::shared_pages::is_zeros;
 use lacuna_addr::{HvaRange, PAGE_SIZE};
 use lacuna_sys::{Errno, Partial, Userfaultfd, Waiters};
 
 /// What is put in place of a missing unit.
 #[derive(Clone, Copy, Debug)]
 pub enum Put<'a> {
-    /// These pages, as many as the unit has.
+    /// These pages, as many as the unit has. A page of 4 KiB without content needs no memory.
     Pages(&'a [[u8; PAGE_SIZE]]),
     /// Zeros.
     Zeros,
+    /// The page of the file that the VMM has mapped there.
+    Shared,
     /// Poison: each access gets `SIGBUS`.
     Poison,
 }
@@ -40,10 +43,15 @@ pub fn place(uffd: &Userfaultfd, unit: &Unit, put: Put<'_>, from: usize) -> Plac
     let (pages, mut at, mut found) = (unit.memory.pages() as usize, from, false);
     // The most pages of a call, and how many are gone.
     let (mut step, mut gone) = (pages, 0);
-    let zeros = match put {
-        Put::Zeros => vec![[0; PAGE_SIZE]; pages],
-        Put::Pages(_) | Put::Poison => Vec::new(),
+    let put = match put {
+        Put::Pages([one]) if is_zeros(one) => Put::Zeros,
+        put => put,
     };
+    let zeros = match put {
+        Put::Zeros if pages > 1 => vec![[0; PAGE_SIZE]; pages],
+        _ => Vec::new(),
+    };
+    let whole = |done: Result<(), Errno>| done.map_err(|errno| Partial { done: 0, errno });
     while at < pages {
         let start = unit.memory.start().checked_add_pages(at as u64);
         let end = pages.min(at + step);
@@ -51,10 +59,10 @@ pub fn place(uffd: &Userfaultfd, unit: &Unit, put: Put<'_>, from: usize) -> Plac
         let rest = rest.expect("in the unit");
         let placed = match put {
             Put::Pages(content) => uffd.place(&content[at..end], rest.start(), Waiters::Wake),
+            Put::Zeros if pages == 1 => whole(uffd.zero(rest.start())),
             Put::Zeros => uffd.place(&zeros[at..end], rest.start(), Waiters::Wake),
-            Put::Poison => uffd
-                .poison(rest)
-                .map_err(|errno| Partial { done: 0, errno }),
+            Put::Shared => whole(uffd.resume(rest, Waiters::Wake).map(drop)),
+            Put::Poison => whole(uffd.poison(rest)),
         };
         let Err(Partial { done, errno }) = placed else {
             at = end;

@@ -86,6 +86,11 @@ impl Regions {
         PageCount::new(pages).bytes()
     }
 
+    /// Whether a region has pages of more than 4 KiB.
+    pub fn has_large_pages(&self) -> bool {
+        self.0.iter().any(|region| region.is.page != Level::L4K)
+    }
+
     /// The unit at `address`.
     pub fn at(&self, address: Hva) -> Option<Unit> {
         let after = self

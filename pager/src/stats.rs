@@ -11,6 +11,8 @@ counters! {
         counter faults,
         /// Units whose content was placed: pages of 4 KiB, 2 MiB or 1 GiB.
         counter placed,
+        /// Units answered with a page that the clones of the VM share.
+        counter shared,
         /// Faults answered with zeros, because the VM took the page away.
         counter zeros,
         /// Removals and unmappings read.
@@ -33,6 +35,7 @@ counters! {
 pub enum Count {
     Faults,
     Placed,
+    Shared,
     Zeros,
     Removals,
     Exists,
@@ -56,6 +59,7 @@ impl Counts {
         PagerCounts {
             faults: of(Count::Faults),
             placed: of(Count::Placed),
+            shared: of(Count::Shared),
             zeros: of(Count::Zeros),
             removals: of(Count::Removals),
             exists: of(Count::Exists),

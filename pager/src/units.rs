@@ -3,6 +3,7 @@
 //! ```text
 //! Missing ──ask──► Asked ──settle: its content was placed──────────────────► Settled
 //!                    └───arrive: the kernel refuses it at present──► Arrived ───┘
+//! Asked, Arrived ──share: the page of the image's file was mapped──► Shared
 //! any state ──settle: the VM took the page away──► Settled, where a fault gets zeros
 //! any state but Settled ──lose: no content will come──► Lost
 //! ```
@@ -10,6 +11,10 @@
 //! has taken the page away, or another thread has placed it meanwhile. In the first case zeros are
 //! right, and in the second the kernel refuses them, because the page is there. So one state
 //! serves both.
+//!
+//! A page of a file can be missing for a third reason: the kernel unmaps it without an event when
+//! it reclaims or collapses pages. So a unit that was mapped from the file has a state of its own,
+//! until the VM takes it away: a fault maps the file's page again.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -25,6 +30,8 @@ pub enum UnitState {
     Arrived,
     /// Its content was placed or taken away. A fault gets zeros.
     Settled,
+    /// The page of the image's file was mapped, and not taken away. A fault maps it again.
+    Shared,
     /// There is no content for it. A fault gets what the VM's policy says, never zeros.
     Lost,
 }
@@ -36,6 +43,7 @@ impl UnitState {
             1 => Self::Asked,
             2 => Self::Arrived,
             3 => Self::Settled,
+            4 => Self::Shared,
             _ => Self::Lost,
         }
     }
@@ -74,17 +82,26 @@ impl Units {
 
     /// The content was placed, or taken away. Returns the state before.
     pub fn settle(&self, unit: u64) -> UnitState {
+        self.set(unit, UnitState::Settled)
+    }
+
+    /// The page of the image's file was mapped.
+    pub fn share(&self, unit: u64) {
+        self.set(unit, UnitState::Shared);
+    }
+
+    fn set(&self, unit: u64, state: UnitState) -> UnitState {
         self.word(unit).map_or(UnitState::Lost, |word| {
-            UnitState::of(word.swap(UnitState::Settled as u8, Ordering::AcqRel))
+            UnitState::of(word.swap(state as u8, Ordering::AcqRel))
         })
     }
 
-    /// The content will not come. No effect on a settled unit. Returns the state before, if this
-    /// call has lost the unit.
+    /// The content will not come, or the image's file has lost it. No effect on a settled unit.
+    /// Returns the state before, if this call has lost the unit.
     pub fn lose(&self, unit: u64) -> Option<UnitState> {
         let from = [UnitState::Missing, UnitState::Asked, UnitState::Arrived];
-        from.into_iter()
-            .find(|from| self.change(unit, *from, UnitState::Lost))
+        let mut from = from.into_iter().chain([UnitState::Shared]);
+        from.find(|from| self.change(unit, *from, UnitState::Lost))
     }
 
     fn word(&self, unit: u64) -> Option<&AtomicU8> {
@@ -110,6 +127,8 @@ mod tests {
         assert!(units.ask(0) && !units.ask(0));
         assert_eq!(units.settle(0), UnitState::Asked);
         assert_eq!(units.lose(0), None);
+        units.share(0);
+        assert_eq!(units.settle(0), UnitState::Shared);
         assert_eq!(units.get(0), UnitState::Settled);
         assert!(!units.arrive(1));
         assert_eq!(units.get(1), UnitState::Missing);

@@ -18,11 +18,11 @@
 mod answers;
 
 use crate::config::{Report, WhenLost};
-use crate::image::Image;
 use crate::messages::{Matter, Messages};
 use crate::peer_process::PeerProcess;
 use crate::placing::{Placed, Put, place, wake};
 use crate::regions::{Regions, Unit};
+use crate::shared_pages::SharedPages;
 use crate::stats::{Count, Counts, PagerCounts, VmStats};
 use crate::units::{UnitState, Units};
 use crate::waiting::{Again, Waiting, WaitingList, WaitingPut};
@@ -45,6 +45,8 @@ pub struct Vm {
     regions: Regions,
     process: PeerProcess,
     source: Measured<Arc<dyn PageSource>>,
+    /// The image's file, if the VMM has mapped it.
+    shared: Option<Arc<SharedPages>>,
     when_lost: WhenLost,
     messages: Messages,
     units: Units,
@@ -68,7 +70,7 @@ impl Vm {
     pub fn new(
         (regions, uffd): (Regions, Arc<Userfaultfd>),
         process: PeerProcess,
-        image: &Image,
+        (source, shared): (Arc<dyn PageSource>, Option<Arc<SharedPages>>),
         (when_lost, report): (WhenLost, Report),
     ) -> Result<Self, Errno> {
         Ok(Self {
@@ -76,7 +78,11 @@ impl Vm {
             messages: Messages::new(&process, report),
             regions,
             process,
-            source: Measured::new(Arc::clone(&image.source)),
+            source: Measured::new(match &shared {
+                Some(shared) => Arc::clone(shared) as Arc<dyn PageSource>,
+                None => source,
+            }),
+            shared,
             when_lost,
             live: RwLock::new(Some(uffd)),
             gathering: Mutex::default(),
@@ -140,7 +146,7 @@ impl Vm {
                 continue;
             }
             match self.units.settle(number) {
-                UnitState::Missing | UnitState::Settled => {}
+                UnitState::Missing | UnitState::Settled | UnitState::Shared => {}
                 // The waiting threads fault again, and get zeros.
                 UnitState::Asked | UnitState::Arrived | UnitState::Lost => {
                     lock(&self.gathering).remove(&number);
@@ -185,7 +191,8 @@ impl Vm {
                 // The answer wakes the thread.
                 UnitState::Missing | UnitState::Asked | UnitState::Arrived => return,
                 // What waits for this unit wakes the thread.
-                UnitState::Settled if self.waiting.need(&unit) => return,
+                UnitState::Settled | UnitState::Shared if self.waiting.need(&unit) => return,
+                UnitState::Shared => return self.put(Some(uffd), &unit, WaitingPut::Shared),
                 UnitState::Settled => return self.put(Some(uffd), &unit, WaitingPut::Zeros),
                 UnitState::Lost => return self.refuse_access(Some(uffd), &unit),
             }
@@ -233,6 +240,9 @@ impl Vm {
             let is_wanted = match (&put, self.units.get(unit.number)) {
                 (WaitingPut::Content(_), state) => state == UnitState::Arrived,
                 (WaitingPut::Zeros, state) => state == UnitState::Settled,
+                (WaitingPut::Shared, state) => {
+                    matches!(state, UnitState::Arrived | UnitState::Shared)
+                }
                 (WaitingPut::Poison, state) => state == UnitState::Lost,
             };
             if !is_wanted {
@@ -314,11 +324,14 @@ impl Vm {
                 return Again::No;
             }
         }
-        if let Put::Pages(_) = put {
-            self.units.settle(unit.number);
+        match put {
+            Put::Pages(_) => drop(self.units.settle(unit.number)),
+            Put::Shared => self.units.share(unit.number),
+            Put::Zeros | Put::Poison => {}
         }
         match put {
             Put::Pages(_) if placed == Placed::Whole => self.counts.add(Count::Placed),
+            Put::Shared if placed == Placed::Whole => self.counts.add(Count::Shared),
             Put::Zeros if placed == Placed::Whole => self.counts.add(Count::Zeros),
             _ => {}
         }

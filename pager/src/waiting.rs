@@ -21,6 +21,7 @@ pub enum Again {
 pub enum WaitingPut {
     Content(Vec<[u8; PAGE_SIZE]>),
     Zeros,
+    Shared,
     Poison,
 }
 
@@ -56,6 +57,7 @@ impl WaitingPut {
         match self {
             Self::Content(content) => Put::Pages(content),
             Self::Zeros => Put::Zeros,
+            Self::Shared => Put::Shared,
             Self::Poison => Put::Poison,
         }
     }

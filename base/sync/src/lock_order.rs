@@ -137,6 +137,7 @@ classes! {
         SourceDeath "External::dead (source)",
         SourceOutage "Outage::reason (source)",
         PagerUnits "Vm::gathering (pager)",
+        PagerShared "SharedPages::asked (pager)",
         PagerWaiting "WaitingList (pager)",
         PagerVms "PagerShared::vms (pager)",
         PagerThread "Pager::thread (pager)",

@@ -5,12 +5,13 @@
 
 use crate::{Errno, Userfaultfd};
 use lacuna_addr::{Hva, HvaRange, PAGE_SIZE};
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use rustix::fd::BorrowedFd;
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use std::ffi::c_void;
 use std::ptr;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// Anonymous memory whose pages are missing until they are provided, with a userfaultfd of its own.
+/// Memory whose pages are missing until they are provided, with a userfaultfd of its own.
 #[derive(Debug)]
 pub struct MissingArea {
     // Dropped before the mapping, which must stay as long as it is registered.
@@ -24,12 +25,75 @@ impl MissingArea {
     /// # Errors
     /// As [`Userfaultfd::open`] and `mmap(2)`.
     pub fn new(pages: u64) -> Result<Self, Errno> {
-        let uffd = Userfaultfd::open()?;
-        let mapping = Mapping::new(pages)?;
-        // SAFETY: 1. the mapping is private, anonymous and this value's own, and lives longer than
-        // the descriptor. 2. `touch` alone accesses its bytes, by atomics.
+        Self::anonymous(pages, Userfaultfd::open()?)
+    }
+
+    /// `pages` missing pages of anonymous memory, at least one, whose faults `uffd` reports.
+    ///
+    /// # Errors
+    /// As [`Userfaultfd::register`] and `mmap(2)`.
+    pub fn anonymous(pages: u64, uffd: Userfaultfd) -> Result<Self, Errno> {
+        Self::with(Mapping::new(pages, None)?, uffd)
+    }
+
+    /// The first `pages` pages of a memory file, at least one, in a private mapping without huge
+    /// pages. `uffd` is a descriptor of [`Userfaultfd::open_for_pager`].
+    ///
+    /// # Errors
+    /// As [`MissingArea::anonymous`].
+    pub fn of_file(file: BorrowedFd<'_>, pages: u64, uffd: Userfaultfd) -> Result<Self, Errno> {
+        let mapping = Mapping::new(pages, Some((file, MapFlags::PRIVATE)))?;
+        // A huge page of the file would map pages without a fault: also pages that were
+        // taken away.
+        mapping.advise(Advice::LinuxNoHugepage)?;
+        Self::with(mapping, uffd)
+    }
+
+    fn with(mapping: Mapping, uffd: Userfaultfd) -> Result<Self, Errno> {
+        // SAFETY: 1. the mapping is private and this value's own, and lives longer than the
+        // descriptor. 2. This file alone accesses its bytes, by atomics.
         unsafe { uffd.register(mapping.range) }?;
         Ok(Self { uffd, mapping })
+    }
+
+    /// Its addresses. They stay mapped as long as this value lives.
+    pub fn range(&self) -> HvaRange {
+        self.mapping.range
+    }
+
+    /// Copies the bytes from offset `at` on. The calling thread waits for missing pages.
+    ///
+    /// # Panics
+    /// If the memory is smaller.
+    pub fn read(&self, at: u64, to: &mut [u8]) {
+        let bytes = self.mapping.bytes(at, to.len());
+        for (to, byte) in to.iter_mut().zip(bytes) {
+            *to = byte.load(Ordering::Relaxed);
+        }
+    }
+
+    /// Writes the bytes from offset `at` on. As [`MissingArea::read`] otherwise.
+    ///
+    /// # Panics
+    /// If the memory is smaller.
+    pub fn write(&self, at: u64, from: &[u8]) {
+        self.mapping.write(at, from);
+    }
+
+    /// Takes `pages` pages away, from page `index` on. Waits until the event is read, if the
+    /// descriptor reports it.
+    ///
+    /// # Errors
+    /// As `madvise(2)`.
+    ///
+    /// # Panics
+    /// If the memory is smaller.
+    pub fn discard(&self, index: u64, pages: u64) -> Result<(), Errno> {
+        assert!(index + pages <= self.mapping.range.pages());
+        let part = HvaRange::new(self.page(index), pages).ok_or(Errno::INVAL)?;
+        let (at, bytes) = parts(part);
+        // SAFETY: 1. the range is the mapping's. 2. Its bytes may change at any time.
+        unsafe { madvise(at, bytes, Advice::LinuxDontNeed) }
     }
 
     /// Where faults of this memory are read, and its pages provided.
@@ -53,10 +117,7 @@ impl MissingArea {
     /// # Panics
     /// If the memory is smaller.
     pub fn touch(&self, index: u64) {
-        let page = self.page(index).get() as *const AtomicU8;
-        // SAFETY: 1. the address lies in the mapping, which lives as long as `self`. 2. Its bytes
-        // are accessed by atomics alone.
-        unsafe { &*page }.store(1, Ordering::Relaxed);
+        self.write(index * PAGE_SIZE as u64, &[1]);
     }
 
     /// Makes all pages missing again.
@@ -64,39 +125,72 @@ impl MissingArea {
     /// # Errors
     /// As `madvise(2)`.
     pub fn empty(&self) -> Result<(), Errno> {
-        let (at, bytes) = self.mapping.parts();
-        // SAFETY: 1. the range is the mapping's. 2. Its bytes may change at any time.
-        unsafe { madvise(at, bytes, Advice::LinuxDontNeed) }
+        self.discard(0, self.mapping.range.pages())
     }
 }
 
+/// A mapping with one owner, whose bytes are accessed by atomics alone.
 #[derive(Debug)]
-struct Mapping {
-    range: HvaRange,
+pub(crate) struct Mapping {
+    pub range: HvaRange,
 }
 
 impl Mapping {
-    fn new(pages: u64) -> Result<Self, Errno> {
+    /// `pages` pages: anonymous, or of a file, with these flags.
+    pub fn new(pages: u64, file: Option<(BorrowedFd<'_>, MapFlags)>) -> Result<Self, Errno> {
         let bytes = pages.checked_mul(PAGE_SIZE as u64).ok_or(Errno::NOMEM)?;
         let bytes = usize::try_from(bytes).map_err(|_| Errno::NOMEM)?;
-        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        let (null, prot) = (ptr::null_mut(), ProtFlags::READ | ProtFlags::WRITE);
         // SAFETY: 1. a new mapping, at an address that the kernel chooses, replaces none.
-        let at = unsafe { mmap_anonymous(ptr::null_mut(), bytes, prot, MapFlags::PRIVATE) }?;
-        let range = HvaRange::new(Hva::new(at as u64), pages);
+        let at = unsafe {
+            match file {
+                None => mmap_anonymous(null, bytes, prot, MapFlags::PRIVATE),
+                Some((file, flags)) => {
+                    mmap(null, bytes, prot, flags | MapFlags::NORESERVE, file, 0)
+                }
+            }
+        }?;
+        let start = Hva::new(at.expose_provenance() as u64);
+        let range = HvaRange::new(start, pages);
         Ok(Self {
             range: range.expect("a mapping is not empty and does not wrap"),
         })
     }
 
-    fn parts(&self) -> (*mut c_void, usize) {
-        let bytes = self.range.pages() * PAGE_SIZE as u64;
-        (self.range.start().get() as *mut c_void, bytes as usize)
+    /// Advice that changes no byte.
+    pub fn advise(&self, advice: Advice) -> Result<(), Errno> {
+        let (at, bytes) = parts(self.range);
+        // SAFETY: 1. the range is this mapping's. 2. Its bytes may change at any time.
+        unsafe { madvise(at, bytes, advice) }
     }
+
+    /// Writes the bytes from offset `at` on.
+    pub fn write(&self, at: u64, from: &[u8]) {
+        for (byte, from) in self.bytes(at, from.len()).zip(from) {
+            byte.store(*from, Ordering::Relaxed);
+        }
+    }
+
+    fn bytes(&self, at: u64, len: usize) -> impl Iterator<Item = &AtomicU8> {
+        let (start, bytes) = parts(self.range);
+        let at = usize::try_from(at).unwrap_or(usize::MAX);
+        let is_inside = at.checked_add(len).is_some_and(|end| end <= bytes);
+        assert!(is_inside, "{len} bytes at {at} of {bytes}");
+        // SAFETY: 1. the addresses lie in the mapping, which lives as long as `self`. 2. Its bytes
+        // are accessed by atomics alone.
+        (at..at + len).map(move |at| unsafe { AtomicU8::from_ptr(start.cast::<u8>().add(at)) })
+    }
+}
+
+fn parts(range: HvaRange) -> (*mut c_void, usize) {
+    let bytes = range.pages() * PAGE_SIZE as u64;
+    let at = ptr::with_exposed_provenance_mut(range.start().get() as usize);
+    (at, bytes as usize)
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        let (at, bytes) = self.parts();
+        let (at, bytes) = parts(self.range);
         // SAFETY: 1. the mapping is this value's own, and no thread accesses it any more.
         let unmapped = unsafe { munmap(at, bytes) };
         debug_assert!(unmapped.is_ok(), "{unmapped:?}");

@@ -3,6 +3,7 @@
 //! * [`Userfaultfd`]: a thread receives the faults of missing pages and supplies the pages, and the
 //!   kernel records writes. `rustix` makes the descriptor; its ioctls and events are here.
 //! * [`MissingArea`]: memory with missing pages, for programs without `unsafe`.
+//! * [`SharedFile`]: a memory file that this process fills, and that others map.
 //! * [`Toucher`]: a thread waits for a missing page, and another thread can end the wait.
 //! * [`TakenPages`]: pages that the kernel takes away, and the `SIGBUS` of the next access.
 //! * [`Pagemap`]: which pages were written, by `PAGEMAP_SCAN`.
@@ -25,6 +26,7 @@ mod irqfd;
 mod page_reads;
 mod pagemap;
 mod peer;
+mod shared_file;
 mod sigbus;
 mod signals;
 mod statistic;
@@ -40,9 +42,12 @@ pub use irqfd::irqfd;
 pub use page_reads::{PageReads, Waker};
 pub use pagemap::{Pagemap, Written};
 pub use peer::PeerCredentials;
+pub use shared_file::SharedFile;
 pub use sigbus::TakenPages;
 pub use statistic::VcpuStatistic;
 pub use tap::{new_network_namespace, tap};
 pub use touch::{Touched, Toucher};
 pub use usage::major_faults;
-pub use userfaultfd::{Errno, Event, Fault, Minor, Partial, Userfaultfd, Waiters};
+pub use userfaultfd::{
+    Accesses, Errno, Event, Fault, Minor, Partial, Userfaultfd, VmmMemory, Waiters,
+};

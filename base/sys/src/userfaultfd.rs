@@ -14,7 +14,7 @@ mod shared;
 
 pub use events::Event;
 pub use place::{Partial, Waiters};
-pub use shared::Minor;
+pub use shared::{Accesses, Minor, VmmMemory};
 
 use crate::pagemap::Pagemap;
 use lacuna_addr::{Access, Hva, HvaRange, PAGE_SIZE};
@@ -195,9 +195,9 @@ impl Userfaultfd {
     /// From now on, a thread that touches a missing page of `range` waits for this descriptor.
     ///
     /// # Safety
-    /// `range` is private anonymous memory of the caller's, or a shared mapping of a memory file,
-    /// and stays mapped while it is registered.
-    /// All code accesses its bytes only through atomics, because pages come and go.
+    /// `range` is private anonymous memory of the caller's, or a mapping of a memory file, and
+    /// stays mapped while it is registered. All code accesses its bytes only through
+    /// atomics, because pages come and go.
     ///
     /// # Errors
     /// `INVAL`: not anonymous memory; `BUSY`: registered with another descriptor.

@@ -112,6 +112,10 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         ],
     ),
     (
+        "lacuna-pager-client",
+        &["lacuna-addr", "lacuna-source", "lacuna-sys"],
+    ),
+    (
         "lacuna-migrate",
         // source: a snapshot whose pages are read on demand is a page source.
         &[

@@ -69,6 +69,19 @@ pub enum HandlerError {
     Watch(io::Error),
 }
 
+impl HandlerError {
+    /// The error of a call on the socket at `path`.
+    fn at(path: &Path, source: io::Error) -> Self {
+        match source.kind() {
+            io::ErrorKind::InvalidInput => Self::Path(path.as_os_str().len()),
+            _ => Self::Connect {
+                path: path.to_owned(),
+                source,
+            },
+        }
+    }
+}
+
 /// A handler that has the userfaultfd. Dropping it closes the connection; the handler keeps its
 /// descriptor.
 #[derive(Debug)]
@@ -79,27 +92,42 @@ pub struct Handler {
 }
 
 impl Handler {
-    /// Sends `uffd` and its `regions` to the handler that listens at `path`. If the handler closes
-    /// the connection or dies, `on_death` is called once, on its own thread. No page arrives then,
-    /// so the VM's policy decides.
+    /// Connects to the handler that listens at `path`, and hands the memory over.
     ///
     /// # Errors
-    /// No handler takes the message, or the handler cannot be watched.
+    /// As [`Handler::socket`] and [`Handler::hand_over`].
     pub fn connect(
         path: &Path,
         regions: &[HandlerRegion],
         uffd: BorrowedFd<'_>,
         on_death: impl FnOnce(&str) + Send + 'static,
     ) -> Result<Self, HandlerError> {
-        let failed = |source: io::Error| match source.kind() {
-            io::ErrorKind::InvalidInput => HandlerError::Path(path.as_os_str().len()),
-            _ => HandlerError::Connect {
-                path: path.to_owned(),
-                source,
-            },
-        };
-        let socket = Arc::new(UnixStream::connect(path).map_err(failed)?);
-        send_regions(&socket, regions, uffd).map_err(failed)?;
+        let socket = Self::socket(path)?;
+        Self::hand_over((socket, path), regions, uffd, on_death)
+    }
+
+    /// Connects to the handler that listens at `path`, for [`Handler::hand_over`].
+    ///
+    /// # Errors
+    /// No handler listens there.
+    pub fn socket(path: &Path) -> Result<UnixStream, HandlerError> {
+        UnixStream::connect(path).map_err(|source| HandlerError::at(path, source))
+    }
+
+    /// Sends `uffd` and its `regions` to the handler behind `socket`, which listens at `path`. If
+    /// the handler closes the connection or dies, `on_death` is called once, on its own thread. No
+    /// page arrives then, so the VM's policy decides.
+    ///
+    /// # Errors
+    /// No handler takes the message, or the handler cannot be watched.
+    pub fn hand_over(
+        (socket, path): (UnixStream, &Path),
+        regions: &[HandlerRegion],
+        uffd: BorrowedFd<'_>,
+        on_death: impl FnOnce(&str) + Send + 'static,
+    ) -> Result<Self, HandlerError> {
+        let socket = Arc::new(socket);
+        send_regions(&socket, regions, uffd).map_err(|source| HandlerError::at(path, source))?;
         let bell =
             eventfd(0, EventfdFlags::CLOEXEC).map_err(|errno| HandlerError::Watch(errno.into()))?;
         let bell = Arc::new(bell);

@@ -58,12 +58,22 @@ impl PageRequester for Vm {
                 }
             },
         };
+        let shared = self.shared.as_ref();
+        let is_shared = shared.is_some_and(|shared| shared.has(unit.first));
+        let put = match is_shared {
+            true => Put::Shared,
+            false => Put::Pages(pages),
+        };
         let again = match uffd {
-            Some(uffd) => self.place(uffd, &unit, Put::Pages(pages), 0),
+            Some(uffd) => self.place(uffd, &unit, put, 0),
             None => Again::Later(0),
         };
         if again != Again::No && self.units.arrive(unit.number) {
-            self.keep(unit, WaitingPut::Content(pages.to_vec()), again);
+            let put = match is_shared {
+                true => WaitingPut::Shared,
+                false => WaitingPut::Content(pages.to_vec()),
+            };
+            self.keep(unit, put, again);
         }
         // Only now: until the state has changed, an ended request must find its page here.
         lock(&self.gathering).remove(&unit.number);

@@ -172,7 +172,7 @@ fn wrong_descriptors_and_messages_are_refused() {
     let (uffd, other) = (uffd.as_fd(), other.as_fd());
     let list = format!("[{}]", region(0x7000_0000_0000, 4096, 0, SMALL));
     let long = format!("[{}", " ".repeat(300 << 10));
-    let table: [(&str, &[BorrowedFd<'_>], &str); 8] = [
+    let table: [(&str, &[BorrowedFd<'_>], &str); 9] = [
         (&list, &[], "has no descriptor: send the userfaultfd"),
         (
             &list,
@@ -183,7 +183,8 @@ fn wrong_descriptors_and_messages_are_refused() {
         (&list, &[other], "its descriptor is no userfaultfd"),
         (&list, &[blocking.as_fd()], "make it with O_NONBLOCK"),
         (&list[..20], &[uffd], "no whole message in 100ms"),
-        ("{]", &[uffd], "is not Firecracker's array of regions"),
+        ("x]", &[uffd], "is not Firecracker's array of regions"),
+        ("{}", &[], "missing field `version`"),
         (&long[..4000], &[uffd], "no whole message in 100ms"),
     ];
     for (at, (text, fds, reason)) in table.iter().enumerate() {

@@ -7,4 +7,6 @@ mod huge;
 mod lost;
 mod random;
 mod removals;
+mod shared;
+mod shared_hostile;
 mod vmm;

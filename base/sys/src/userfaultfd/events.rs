@@ -11,7 +11,7 @@ use rustix::io::{self, Errno, IoSliceMut, ReadWriteFlags};
 /// `UFFD_FEATURE_PAGEFAULT_FLAG_WP`, since Linux 5.7.
 const FEATURE_FLAG_WP: u64 = 1;
 /// `UFFD_FEATURE_EVENT_REMOVE`, since Linux 4.11.
-const FEATURE_EVENT_REMOVE: u64 = 1 << 3;
+pub(super) const FEATURE_EVENT_REMOVE: u64 = 1 << 3;
 /// `UFFD_EVENT_FORK`.
 const EVENT_FORK: u8 = 0x13;
 /// `UFFD_EVENT_REMAP`.

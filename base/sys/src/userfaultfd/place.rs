@@ -21,6 +21,7 @@ const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
 /// `UFFD_FEATURE_SIGBUS`, since Linux 4.14.
 const FEATURE_SIGBUS: u64 = 1 << 7;
 const POISON: Opcode = opcode::read_write::<Poison>(super::TYPE, 0x08);
+const ZEROPAGE: Opcode = opcode::read_write::<ZeroPage>(super::TYPE, 0x04);
 const UNREGISTER: Opcode = opcode::read::<Range>(super::TYPE, 0x01);
 /// The device that makes descriptors for processes without the right to the system call.
 const DEVICE: &str = "/dev/userfaultfd";
@@ -33,8 +34,16 @@ struct Poison {
     updated: i64,
 }
 
-// The size is part of the ioctl's number (linux/userfaultfd.h).
-const _: () = assert!(size_of::<Poison>() == 32);
+/// `struct uffdio_zeropage`.
+#[repr(C)]
+struct ZeroPage {
+    range: Range,
+    mode: u64,
+    zeroed: i64,
+}
+
+// The sizes are part of the ioctls' numbers (linux/userfaultfd.h).
+const _: () = assert!(size_of::<Poison>() == 32 && size_of::<ZeroPage>() == 32);
 
 /// Whether a placed page's waiting threads are woken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -119,6 +128,22 @@ impl Userfaultfd {
         // SAFETY: 1. UFFDIO_POISON takes a `struct uffdio_poison`. 2. It changes only missing pages
         // of registered ranges, which may change by the contract of `register`.
         unsafe { self.update::<{ POISON }, _>(&mut poison) }
+    }
+
+    /// Maps the kernel's page of zeros at the missing page `to`, which needs no memory until it is
+    /// written, and wakes the threads that wait for it. Not for huge pages.
+    ///
+    /// # Errors
+    /// As [`copy`](Self::copy).
+    pub fn zero(&self, to: Hva) -> io::Result<()> {
+        let mut zero = ZeroPage {
+            range: super::one(to),
+            mode: 0,
+            zeroed: 0,
+        };
+        // SAFETY: 1. UFFDIO_ZEROPAGE takes a `struct uffdio_zeropage`. 2. It fills only missing
+        // pages of registered ranges, which may change by the contract of `register`.
+        unsafe { self.update::<{ ZEROPAGE }, _>(&mut zero) }
     }
 
     /// Puts `pages` in place from the missing page `to` on.

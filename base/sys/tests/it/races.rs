@@ -416,16 +416,22 @@ fn pages_of_a_file_are_continued() {
     thread::scope(|scope| {
         let reader = scope.spawn(|| memory.read(1));
         assert_eq!(wait_for_fault(&uffd), [memory.page(1)]);
-        assert_eq!(uffd.resume(memory.one(1)), Ok(1));
+        assert_eq!(uffd.resume(memory.one(1), Waiters::LeaveAsleep), Ok(1));
         uffd.wake(memory.page(1)).unwrap();
         assert_eq!(reader.join().unwrap(), SEVENS);
     });
-    assert_eq!(uffd.resume(memory.one(1)), Err(Errno::EXIST));
-    assert_eq!(uffd.resume(memory.one(5)), Err(Errno::FAULT));
+    assert_eq!(
+        uffd.resume(memory.one(1), Waiters::LeaveAsleep),
+        Err(Errno::EXIST)
+    );
+    assert_eq!(
+        uffd.resume(memory.one(5), Waiters::LeaveAsleep),
+        Err(Errno::FAULT)
+    );
     // The run ends at the first page that is mapped or not in the file.
-    assert_eq!(uffd.resume(memory.range()), Ok(1));
+    assert_eq!(uffd.resume(memory.range(), Waiters::LeaveAsleep), Ok(1));
     let rest = HvaRange::new(memory.page(2), 6).unwrap();
-    assert_eq!(uffd.resume(rest), Ok(1));
+    assert_eq!(uffd.resume(rest, Waiters::LeaveAsleep), Ok(1));
     assert_eq!(memory.read(2), SEVENS);
     assert_eq!(uffd.copy(&[8; PAGE_SIZE], memory.page(5)), Ok(()));
     assert_eq!(

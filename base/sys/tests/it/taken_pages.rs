@@ -1,7 +1,7 @@
 //! Pages that the kernel takes away do not end the process, and each is recorded.
 
 use lacuna_addr::{Hva, HvaRange, PAGE_SIZE};
-use lacuna_sys::{Errno, TakenPages, Userfaultfd};
+use lacuna_sys::{Errno, TakenPages, Userfaultfd, Waiters};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::io::pwrite;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous};
@@ -314,7 +314,10 @@ fn no_thread_sleeps_without_events() {
         let at = |page: u64| Hva::new(memory.0 + page * PAGE_SIZE as u64);
         if memory.0 == file_at {
             // Do this before any access: a read maps the file's neighbouring pages, too.
-            assert_eq!(uffd.resume(HvaRange::new(at(5), 1).unwrap()), Ok(1));
+            assert_eq!(
+                uffd.resume(HvaRange::new(at(5), 1).unwrap(), Waiters::LeaveAsleep),
+                Ok(1)
+            );
         }
         uffd.copy(&[7; PAGE_SIZE], at(0)).unwrap();
         assert_eq!((memory.read(0), pages.count()), (0x0707_0707_0707_0707, 0));
