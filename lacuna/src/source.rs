@@ -5,6 +5,6 @@
 
 pub use lacuna_source::{
     Answer, External, Failure, FailureKind, Fate, Faults, FileError, HandlerError, HandlerRegion,
-    Injected, Measured, MemoryFile, MemoryId, Outage, PageRequest, PageRequester, PageSource, Peer,
-    PeerError, Policy, Server, SourcePage, SourceStats, WhenGone, Zeros, serve,
+    Injected, LayeredFile, Measured, MemoryFile, MemoryId, Outage, PageRequest, PageRequester,
+    PageSource, Peer, PeerError, Policy, Server, SourcePage, SourceStats, WhenGone, Zeros, serve,
 };

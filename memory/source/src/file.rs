@@ -69,6 +69,25 @@ pub enum FileError {
         /// Pages of the guest.
         needs: u64,
     },
+    /// The diff was not made for the base.
+    #[error(
+        "the diff {} has {has} bytes and its base has {base}: give the diffs of this base, oldest \
+         first", path.display()
+    )]
+    OtherSize {
+        /// The diff.
+        path: PathBuf,
+        /// Its bytes.
+        has: u64,
+        /// Bytes of the base.
+        base: u64,
+    },
+    /// The diff has data everywhere, so no page of the base would be used.
+    #[error(
+        "the diff {} has no hole: it is a whole memory file, which needs no base, or a copy that \
+         has lost the holes: copy it with cp --sparse=auto", .0.display()
+    )]
+    NoHoles(PathBuf),
     /// A thread cannot be started.
     #[error("cannot start a thread to read the memory file: {0}; raise the limit (ulimit -u)")]
     Thread(io::Error),
@@ -183,6 +202,12 @@ impl MemoryFile {
         });
         let ring = ring.transpose().map_err(FileError::Thread)?;
         Ok(Self { shared, ring })
+    }
+
+    /// The opened file, its path and its length in bytes.
+    pub(crate) fn file(&self) -> (&File, &Path, u64) {
+        let opened = &self.shared.file;
+        (&opened.file, &opened.path, opened.state.length)
     }
 
     /// Whether io_uring reads the file.

@@ -35,6 +35,29 @@ impl Holes {
     }
 }
 
+/// The pages of the first `length` bytes with data, a part of the page suffices. In ascending
+/// order, none twice.
+///
+/// # Errors
+/// As `lseek(2)`.
+pub(crate) fn data_pages(file: &File, length: u64) -> Result<Vec<Range<u64>>, Errno> {
+    let (mut found, mut at) = (Vec::<Range<u64>>::new(), 0);
+    while at < length {
+        let start = match seek(file, SeekFrom::Data(at)) {
+            Ok(start) if start < length => start,
+            Ok(_) | Err(Errno::NXIO) => break,
+            Err(errno) => return Err(errno),
+        };
+        at = seek(file, SeekFrom::Hole(start))?.min(length);
+        let pages = start / PAGE_SIZE as u64..at.div_ceil(PAGE_SIZE as u64);
+        match found.last_mut() {
+            Some(last) if last.end >= pages.start => last.end = pages.end,
+            _ => found.push(pages),
+        }
+    }
+    Ok(found)
+}
+
 /// The stretch that begins at `offset`.
 fn find(file: &File, offset: u64) -> Option<Stretch> {
     let (end, is_hole) = match seek(file, SeekFrom::Data(offset)) {

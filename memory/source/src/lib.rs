@@ -1,8 +1,7 @@
 //! Page sources: they provide a guest's pages that are not in memory when the guest starts.
 //!
-//! A [`PageSource`] is a snapshot file, a peer process or an external handler. It numbers its pages
-//! from 0, as the bytes of a memory file lie ([`SourcePage`]). A memory manager asks for a page by
-//! a [`PageRequest`], which the source answers once, on any thread:
+//! A [`PageSource`] numbers its pages from 0, as the bytes of a memory file lie ([`SourcePage`]). A
+//! memory manager asks for a page by a [`PageRequest`], which it answers once, on any thread:
 //!
 //! ```
 //! use lacuna_source::{PageRequest, PageSource};
@@ -24,22 +23,21 @@
 //! | source | its pages come from |
 //! |---|---|
 //! | [`Zeros`] | nowhere |
-//! | [`MemoryFile`] | a raw memory file, sparse or not, read by io_uring |
+//! | [`MemoryFile`], [`LayeredFile`] | a raw memory file, by io_uring; one below its diffs |
 //! | [`Peer`] | another process, which calls [`serve`] |
 //! | [`Injected`] | another source, behind a link with latency, loss and reordering |
 //! | [`External`] | a handler that fills the memory by userfaultfd |
 //!
-//! [`Measured`] counts what a source does. A [`Policy`] says how long a source tries, and what
-//! becomes of its pages when it is gone. It imports `base` alone.
+//! [`Measured`] counts what a source does. A [`Policy`] says how long a source tries. It imports
+//! `base` alone.
 //!
 //! | file | job |
 //! |---|---|
 //! | `request`, `policy`, `gathering` | requests, answers; how long a source tries; huge pages |
 //! | `measured`, `memory_id` | counters and fetch times; which memory a source provides |
-//! | `zeros`, `file`, `folder` | sources; files of pages |
-//! | `holes`, `readers` | holes of files, which need no read; the reading threads of `file` |
-//! | `peer` | the protocol between processes, and its two sides |
-//! | `injected` | faults of a link, from a seed |
+//! | `zeros`, `file`, `layers`, `folder` | sources; files of pages |
+//! | `holes`, `readers` | holes of files; the reading threads of `file` |
+//! | `peer`, `injected` | the protocol between processes, its two sides; faults of a link |
 //! | `external`, `handler` | a handler's memory; Firecracker's handshake with its process |
 #![forbid(unsafe_code)]
 
@@ -50,6 +48,7 @@ mod gathering;
 mod handler;
 mod holes;
 mod injected;
+mod layers;
 mod measured;
 mod memory_id;
 mod peer;
@@ -65,6 +64,7 @@ pub use gathering::{Gathered, Gathering, Pages, UnitContent};
 pub use handler::{Handler, HandlerError, HandlerRegion, send_regions, send_text};
 pub use holes::Holes;
 pub use injected::{Fate, Faults, Injected};
+pub use layers::LayeredFile;
 pub use measured::{Measured, SourceStats};
 pub use memory_id::MemoryId;
 pub use peer::{Peer, PeerError, Server, serve};

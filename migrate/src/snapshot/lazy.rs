@@ -46,6 +46,11 @@ pub struct SnapshotPages {
 }
 
 impl SnapshotPages {
+    /// The guest's memory in pages, zeros included.
+    pub fn pages(&self) -> PageCount {
+        PageCount::new(self.places.pages())
+    }
+
     /// Records from now on which pages are requested, in this order.
     ///
     /// A page that [`Snapshot::prefetch`] brings first is not requested, so it is not in the

@@ -13,7 +13,7 @@
 //! * [`snapshot`], [`migrate`], [`ctl`], [`monitor`]: `lacuna snapshot`, `lacuna migrate`, `lacuna
 //!   ctl`, which are clients of a control socket.
 //! * [`run`], [`image`], [`pages`], [`observe`]: `lacuna run`.
-//! * [`serve`], [`mod@pager`]: `lacuna serve`, `lacuna pager`.
+//! * [`serve`], [`mod@pager`]: `lacuna serve`, `lacuna pager`. [`source`]: page sources.
 //! * [`lab`]: `lacuna lab`, and `lacuna` alone. [`mod@test`]: `lacuna test`.
 //! * [`pager_test`]: `lacuna pager-test`.
 //! * [`doctor`]: what this host can do.
@@ -50,5 +50,6 @@ pub mod serve;
 pub mod signals;
 pub use lacuna_lab::size;
 pub mod snapshot;
+pub mod source;
 pub mod test;
 pub mod trace;

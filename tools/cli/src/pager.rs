@@ -1,15 +1,15 @@
 //! `lacuna pager`: fills the memory of other VMMs' guests.
 
-use crate::args::{PagerArgs, PagesFrom, Patience};
+use crate::args::{PagerArgs, Patience};
 use crate::exit::{Exit, transport_refusal};
 use crate::live::{columns, fit};
 use crate::metrics::MetricsSocket;
 use crate::output::{check_target, complain, write_result_until_signal};
+use crate::progress;
 use crate::run::{Refusal, catch_signals, exit_of};
 use crate::signals::Signals;
 use crate::size::Size;
-use crate::{pages, progress};
-use lacuna::PageCount;
+use crate::source::{open_to_serve, whole_pages};
 use lacuna::metrics::Metrics;
 use lacuna::migrate::transport::PrivateSocket;
 use lacuna::source::{Measured, PageSource};
@@ -60,9 +60,14 @@ pub fn pager(args: &PagerArgs) -> Exit {
 fn pager_until_signal(args: &PagerArgs) -> Result<Exit, Refusal> {
     let signals = catch_signals(&Arc::default())?;
     check_target(&args.output)?;
-    let pages = memory(args)?;
-    let source = pages::source(&args.from, pages, Patience::policy(args.patience));
-    let source = source.map_err(|error| (error.exit(), format!("--from: {error}")))?;
+    let pages = args
+        .memory
+        .map(|memory| whole_pages(memory.0))
+        .transpose()?;
+    let policy = Patience::policy(args.patience);
+    // The first signal must not end the reads of served VMs.
+    let never = Arc::default();
+    let (source, pages) = open_to_serve(&args.from, pages, policy, &never)?;
     let source = Arc::new(Measured::new(source));
     let metrics = args.metrics.map(MetricsSocket::open).transpose()?;
     let socket = PrivateSocket::bind(&args.socket).map_err(transport_refusal)?;
@@ -122,28 +127,6 @@ fn pager_until_signal(args: &PagerArgs) -> Result<Exit, Refusal> {
 
 fn host(text: String) -> Refusal {
     (Exit::Host, text)
-}
-
-/// The memory of the source.
-fn memory(args: &PagerArgs) -> Result<PageCount, Refusal> {
-    let bytes = match (args.memory, &args.from) {
-        (_, PagesFrom::Handler(_)) => {
-            let text = "a handler fills memory itself and gives no pages to others: give --from \
-                        zeros, file:PATH or peer:PATH";
-            return Err((Exit::Usage, text.into()));
-        }
-        (Some(memory), _) => memory.0,
-        (None, PagesFrom::File(path)) => {
-            let found = std::fs::metadata(path);
-            let failed = |error| (Exit::Usage, format!("--from {}: {error}", path.display()));
-            found.map_err(failed)?.len()
-        }
-        (None, from) => {
-            let text = format!("--from {from} has no length: give --memory");
-            return Err((Exit::Usage, text));
-        }
-    };
-    pages::whole_pages(bytes)
 }
 
 /// A pager at work.

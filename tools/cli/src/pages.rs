@@ -1,17 +1,15 @@
 //! The page source of a run: `--pages-from`, and its counters.
 
 use crate::args::{Backend, PagesFrom, Patience, RunArgs};
-use crate::exit::Exit;
 use crate::output::complain;
 use crate::run::{Lazy, Refusal};
+use crate::source::{self, SourceError, no_handler};
 use lacuna::memory::{MemorySlotError, SlotFlags};
 use lacuna::metrics::Metrics;
 use lacuna::migrate::Snapshot;
 use lacuna::migrate::session::IncomingHandle;
-use lacuna::source::{
-    External, FileError, Measured, MemoryFile, PageSource, Peer, PeerError, Policy, Zeros,
-};
-use lacuna::{PAGE_SIZE, PageCount, Vm};
+use lacuna::source::{External, Measured, PageSource};
+use lacuna::{PageCount, Vm};
 use lacuna_control::{PageCounts, Pages};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -20,59 +18,15 @@ use std::time::{Duration, Instant};
 /// The source of a run, with counters.
 pub type Source = Arc<Measured<Box<dyn PageSource>>>;
 
-/// Why a run has no page source.
-#[derive(Debug, thiserror::Error)]
-pub enum SourceError {
-    /// An unusable memory file.
-    #[error(transparent)]
-    File(#[from] FileError),
-    /// An unreachable or unusable peer.
-    #[error("{from}: {error}")]
-    Peer {
-        /// The option's value.
-        from: PagesFrom,
-        /// The problem.
-        error: PeerError,
-    },
-    /// A handler, in a process that gets no userfaultfd.
-    #[error(
-        "{from}: this process gets no userfaultfd ({cause}); allow the system call or \
-         /dev/userfaultfd"
-    )]
-    Handler {
-        /// The option's value.
-        from: PagesFrom,
-        /// The system's words.
-        cause: String,
-    },
-    /// Pages that arrive in real time, in a seeded run.
-    #[error(
-        "--seed repeats a run only with zeros, because pages from {0} come in real time: leave one \
-         of the two out"
-    )]
-    Seed(PagesFrom),
-}
-
-impl SourceError {
-    /// How the command ends.
-    pub const fn exit(&self) -> Exit {
-        match self {
-            Self::File(FileError::Thread(_))
-            | Self::Peer {
-                error: PeerError::Io(_),
-                ..
-            }
-            | Self::Handler { .. } => Exit::Host,
-            _ => Exit::Usage,
-        }
-    }
-}
-
-/// Opens the source that `args` name.
+/// Opens the source that `args` name. `interrupt` ends a wait for an object store.
 ///
 /// # Errors
 /// The source cannot be used for this run.
-pub fn open(args: &RunArgs, backend: Backend) -> Result<Option<Source>, SourceError> {
+pub fn open(
+    args: &RunArgs,
+    backend: Backend,
+    interrupt: &Arc<AtomicBool>,
+) -> Result<Option<Source>, SourceError> {
     let Some(from) = &args.pages_from else {
         return Ok(None);
     };
@@ -86,7 +40,7 @@ pub fn open(args: &RunArgs, backend: Backend) -> Result<Option<Source>, SourceEr
             let external = External::process(path.as_ref(), policy).and_then(External::for_kernel);
             Box::new(external.map_err(|errno| no_handler(from, errno))?)
         }
-        _ => source(from, pages, policy)?,
+        _ => source::open(from, Some(pages), policy, interrupt)?.0,
     };
     Ok(Some(Arc::new(Measured::new(source))))
 }
@@ -108,51 +62,6 @@ pub fn of_snapshot(lazy: &Lazy<'_>) -> Result<Source, Refusal> {
 /// The pages of a guest that arrives before its memory.
 pub fn of_migration(source: Arc<dyn PageSource>) -> Source {
     Arc::new(Measured::new(Box::new(source)))
-}
-
-/// Opens the source `from` of a guest with `pages` pages.
-///
-/// # Errors
-/// The source cannot be used for this guest.
-pub fn source(
-    from: &PagesFrom,
-    pages: PageCount,
-    policy: Policy,
-) -> Result<Box<dyn PageSource>, SourceError> {
-    Ok(match from {
-        PagesFrom::Zeros => Box::new(Zeros),
-        PagesFrom::File(path) => Box::new(MemoryFile::open(path, pages, policy)?),
-        PagesFrom::Peer(path) => {
-            let peer = Peer::connect(path, pages, policy);
-            Box::new(peer.map_err(|error| SourceError::Peer {
-                from: from.clone(),
-                error,
-            })?)
-        }
-        PagesFrom::Handler(path) => {
-            let external = External::process(path, policy);
-            Box::new(external.map_err(|errno| no_handler(from, errno))?)
-        }
-    })
-}
-
-fn no_handler(from: &PagesFrom, errno: impl ToString) -> SourceError {
-    SourceError::Handler {
-        from: from.clone(),
-        cause: errno.to_string(),
-    }
-}
-
-/// The pages of a source with `bytes` bytes.
-///
-/// # Errors
-/// They are not whole pages.
-pub fn whole_pages(bytes: u64) -> Result<PageCount, Refusal> {
-    if bytes == 0 || !bytes.is_multiple_of(PAGE_SIZE as u64) {
-        let text = format!("{bytes} bytes of memory: give whole pages of 4 KiB, at least one");
-        return Err((Exit::Usage, text));
-    }
-    Ok(PageCount::from_bytes(bytes))
 }
 
 /// Makes vCPUs exit for missing pages, in every slot that may have such exits.

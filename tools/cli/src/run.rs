@@ -18,9 +18,10 @@ use crate::image::{check_limits, load};
 use crate::metrics::MetricsSocket;
 use crate::observe::{Observer, Watched};
 use crate::output::{check_target, complain, write_result_until_signal};
-use crate::pages::{self, GuestPages, Here, SourceError};
+use crate::pages::{self, GuestPages, Here};
 use crate::sample::{Before, Restored, RunReport};
 use crate::signals::Signals;
+use crate::source::SourceError;
 use lacuna::memory::{LatencySetting, LinuxBacking, Swap};
 use lacuna::migrate::session::{Arrival, Migrated};
 use lacuna::migrate::{MachineConfig, Snapshot};
@@ -173,7 +174,9 @@ fn run_with(
             (source, Here::IncomingGuest(arrival.handle().clone()))
         }
         _ => {
-            let source = pages::open(args, backend);
+            let interrupt = signals.flag();
+            let interrupt = interrupt.map_err(|error| (Exit::Host, error.to_string()))?;
+            let source = pages::open(args, backend, &interrupt);
             let failed = |error: SourceError| (error.exit(), format!("--pages-from: {error}"));
             (source.map_err(failed)?, Here::Provided)
         }

@@ -1,12 +1,13 @@
 //! `lacuna serve`: provides a guest's memory to other processes, page by page.
 
-use crate::args::{PagesFrom, ServeArgs};
+use crate::args::ServeArgs;
 use crate::exit::{Exit, transport_refusal};
 use crate::live::{columns, fit};
 use crate::output::{check_target, write_result_until_signal};
+use crate::progress;
 use crate::run::{Refusal, catch_signals, exit_of};
 use crate::size::Size;
-use crate::{pages, progress};
+use crate::source::{open_to_serve, whole_pages};
 use lacuna::migrate::transport::PrivateSocket;
 use lacuna::source::{Injected, Measured, PageSource, Policy, Server, SourceStats, serve as start};
 use lacuna_lab::report::{short, time};
@@ -46,14 +47,10 @@ fn serve_until_signal(args: &ServeArgs) -> Result<Exit, Refusal> {
     let host = |error: &dyn ToString| (Exit::Host, error.to_string());
     let signals = catch_signals(&Arc::default())?;
     check_target(&args.output)?;
-    let pages = pages::whole_pages(args.memory.0)?;
-    if let PagesFrom::Handler(_) = args.source {
-        let text = "a handler fills memory itself and gives no pages to others: serve zeros, \
-                    file:PATH or peer:PATH";
-        return Err((Exit::Usage, text.into()));
-    }
-    let source = pages::source(&args.source, pages, Policy::default());
-    let mut source = source.map_err(|error| (error.exit(), error.to_string()))?;
+    let pages = whole_pages(args.memory.0)?;
+    let interrupt = signals.flag().map_err(|error| host(&error))?;
+    let policy = Policy::default();
+    let (mut source, _) = open_to_serve(&args.source, Some(pages), policy, &interrupt)?;
     if let Some(faults) = args.faults() {
         let link = Injected::new(source, faults);
         source = Box::new(link.map_err(|error| host(&no_thread(&error)))?);

@@ -4,4 +4,5 @@ mod clients;
 mod common;
 mod file;
 mod handler;
+mod layers;
 mod peer;

@@ -16,11 +16,11 @@ pub struct PagerArgs {
     /// backend_path of a snapshot's mem_backend
     #[arg(long, value_name = "SOCKET")]
     pub socket: PathBuf,
-    /// Where the pages of all VMs come from: zeros, file:PATH (a raw memory file) or peer:PATH (the
-    /// socket of a process that serves pages)
+    /// Where the pages of all VMs come from: zeros, file:PATH, file:BASE+DIFF, snapshot:PATH,
+    /// objects:URL or peer:PATH, as in lacuna run --pages-from
     #[arg(long, value_name = "SOURCE")]
     pub from: PagesFrom,
-    /// Memory of the source [default: the file's length]
+    /// Memory of the source [default: all that it has]
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<Size>,
     /// How long the source may take for a page, until the page is lost; or forever [default: 10s]

@@ -7,6 +7,10 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
+/// The forms of a page source.
+const FORMS: &str = "zeros, file:PATH, file:BASE+DIFF, snapshot:PATH, objects:URL, peer:PATH or \
+                     handler:PATH";
+
 /// A page source, as `--pages-from` describes it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum PagesFrom {
@@ -14,25 +18,52 @@ pub enum PagesFrom {
     Zeros,
     /// A raw memory file.
     File(PathBuf),
+    /// A raw memory file, and the diffs made after it, the oldest first.
+    Layers {
+        /// The memory file.
+        base: PathBuf,
+        /// At least one.
+        diffs: Vec<PathBuf>,
+    },
+    /// The memory of a snapshot, in a folder or at a URL.
+    Snapshot(PathBuf),
+    /// A raw memory file in an object store, by its URL.
+    Object(String),
     /// A process that serves pages at this socket.
     Peer(PathBuf),
     /// A process that fills the memory itself, with Firecracker's handshake at this socket.
     Handler(PathBuf),
 }
 
+impl PagesFrom {
+    /// Memory files: the base, then its diffs.
+    pub fn files(files: impl IntoIterator<Item = PathBuf>) -> Option<Self> {
+        let mut files = files.into_iter();
+        let (base, diffs) = (files.next()?, files.collect::<Vec<_>>());
+        let all = [&base].into_iter().chain(&diffs);
+        let has_names = all.into_iter().all(|path| !path.as_os_str().is_empty());
+        has_names.then_some(match diffs.is_empty() {
+            true => Self::File(base),
+            false => Self::Layers { base, diffs },
+        })
+    }
+}
+
 impl FromStr for PagesFrom {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        match text.split_once(':') {
-            None if text == "zeros" => Ok(Self::Zeros),
-            Some(("file", path)) if !path.is_empty() => Ok(Self::File(path.into())),
-            Some(("peer", path)) if !path.is_empty() => Ok(Self::Peer(path.into())),
-            Some(("handler", path)) if !path.is_empty() => Ok(Self::Handler(path.into())),
-            _ => Err(format!(
-                "{text:?} is no page source; use zeros, file:PATH, peer:PATH or handler:PATH"
-            )),
-        }
+        let found = match text.split_once(':') {
+            None if text == "zeros" => Some(Self::Zeros),
+            Some(("file", paths)) => Self::files(paths.split('+').map(PathBuf::from)),
+            None | Some((_, "")) => None,
+            Some(("snapshot", place)) => Some(Self::Snapshot(place.into())),
+            Some(("objects", url)) => Some(Self::Object(url.into())),
+            Some(("peer", path)) => Some(Self::Peer(path.into())),
+            Some(("handler", path)) => Some(Self::Handler(path.into())),
+            Some(_) => None,
+        };
+        found.ok_or_else(|| format!("{text:?} is no page source; use {FORMS}"))
     }
 }
 
@@ -42,6 +73,14 @@ impl fmt::Display for PagesFrom {
         match self {
             Self::Zeros => f.write_str("zeros"),
             Self::File(path) => write!(f, "file:{}", path.display()),
+            Self::Layers { base, diffs } => {
+                write!(f, "file:{}", base.display())?;
+                diffs
+                    .iter()
+                    .try_for_each(|diff| write!(f, "+{}", diff.display()))
+            }
+            Self::Snapshot(place) => write!(f, "snapshot:{}", place.display()),
+            Self::Object(url) => write!(f, "objects:{url}"),
             Self::Peer(path) => write!(f, "peer:{}", path.display()),
             Self::Handler(path) => write!(f, "handler:{}", path.display()),
         }
@@ -108,18 +147,34 @@ mod tests {
             ("file:/var/a:b", PagesFrom::File("/var/a:b".into())),
             ("peer:run/socket", PagesFrom::Peer("run/socket".into())),
             ("handler:/h", PagesFrom::Handler("/h".into())),
+            ("snapshot:s", PagesFrom::Snapshot("s".into())),
+            ("objects:s3://b/m", PagesFrom::Object("s3://b/m".into())),
+            (
+                "file:a+b+c",
+                PagesFrom::Layers {
+                    base: "a".into(),
+                    diffs: vec!["b".into(), "c".into()],
+                },
+            ),
         ] {
             assert_eq!(text.parse(), Ok(source.clone()));
             assert_eq!(source.to_string(), text);
         }
         for text in [
-            "", "file", "file:", "peer:", "handler:", "tape:/x", "zeros:1",
+            "",
+            "file",
+            "file:",
+            "file:a+",
+            "file:+b",
+            "peer:",
+            "handler:",
+            "snapshot:",
+            "objects:",
+            "tape:/x",
+            "zeros:1",
         ] {
             let error = text.parse::<PagesFrom>().unwrap_err();
-            assert!(
-                error.ends_with("use zeros, file:PATH, peer:PATH or handler:PATH"),
-                "{error}"
-            );
+            assert!(error.ends_with("peer:PATH or handler:PATH"), "{error}");
         }
     }
 

@@ -65,9 +65,11 @@ pub struct RunArgs {
     #[arg(long, value_enum, value_name = "host|common", default_value_t = Cpu::Host)]
     pub cpu: Cpu,
     /// Where the guest's memory comes from, each page when it is first needed: zeros, file:PATH (a
-    /// raw memory file), peer:PATH (the socket of a process that serves pages) or handler:PATH (of
-    /// one that fills memory itself, with Firecracker's handshake) [default: zeros, without a
-    /// source]
+    /// raw memory file), file:BASE+DIFF (and the diffs that Firecracker has saved after it, the
+    /// oldest first), snapshot:PATH (the memory of a snapshot, in a folder or at a URL),
+    /// objects:URL (a raw memory file in an object store), peer:PATH (the socket of a process that
+    /// serves pages) or handler:PATH (of one that fills memory itself, with Firecracker's
+    /// handshake) [default: zeros, without a source]
     #[arg(long, value_name = "SOURCE")]
     pub pages_from: Option<PagesFrom>,
     /// As `Patience::HELP` says

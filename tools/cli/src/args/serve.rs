@@ -12,8 +12,8 @@ use std::time::Duration;
 #[derive(Clone, PartialEq, Debug, Args)]
 #[command(after_help = EXIT_CODES)]
 pub struct ServeArgs {
-    /// Where the pages come from: zeros, file:PATH (a raw memory file) or peer:PATH (the socket of
-    /// another process that serves pages)
+    /// Where the pages come from: zeros, file:PATH, file:BASE+DIFF, snapshot:PATH, objects:URL or
+    /// peer:PATH, as in lacuna run --pages-from
     #[arg(value_name = "SOURCE")]
     pub source: PagesFrom,
     /// The socket to make; a process runs with --pages-from peer:SOCKET

@@ -137,11 +137,11 @@ fn wrong_options_are_refused() {
     let socket = folder.path().join("pager");
     for (options, reason) in [
         ("--from handler:/h", "gives no pages to others"),
-        ("--from zeros", "has no length: give --memory"),
+        ("--from zeros", "zeros has no length: give its memory"),
         ("--from zeros --memory 5000", "give whole pages of 4 KiB"),
         (
             "--from file:/no/such/file",
-            "--from /no/such/file: No such file",
+            "cannot open the memory file /no/such/file: No such file",
         ),
         (
             "--from zeros --memory 1M --when-lost zeros",

@@ -56,6 +56,10 @@ fn a_guest_runs_from_each_source() {
     let file = folder.path().join("memory");
     let sparse = std::fs::File::create(&file).unwrap();
     sparse.set_len(16 << 20).unwrap();
+    let diff = folder.path().join("diff");
+    let sparse = std::fs::File::create(&diff).unwrap();
+    sparse.set_len(16 << 20).unwrap();
+    let diff = diff.display();
     let peer = folder.path().join("peer");
     let faults = Faults {
         loss: 0.05,
@@ -71,6 +75,7 @@ fn a_guest_runs_from_each_source() {
         "zeros --seed 7 --exit-on-missing".into(),
         format!("file:{file}"),
         format!("file:{file} --exit-on-missing"),
+        format!("file:{file}+{diff}"),
         format!("peer:{peer}"),
         format!("peer:{peer} --exit-on-missing"),
         format!("peer:{peer} --exit-on-missing --apf off"),
@@ -149,9 +154,20 @@ fn sources_that_cannot_be_used_are_refused() {
             "the socket's path has 201 bytes and may have 107",
         ),
         (
+            format!("file:{short}+/nonexistent/d"),
+            2,
+            "has 1 pages of 4 KiB and the guest needs 4096",
+        ),
+        ("snapshot:/nonexistent/s".into(), 2, "/nonexistent/s"),
+        (
+            "objects:gs://bucket/memory".into(),
+            2,
+            "gs://bucket: no such store is supported",
+        ),
+        (
             "tape:/x".into(),
             2,
-            "use zeros, file:PATH, peer:PATH or handler:PATH",
+            "use zeros, file:PATH, file:BASE+DIFF, snapshot:PATH, objects:URL, peer:PATH or",
         ),
         (
             "zeros --backend kvm --seed 3".into(),

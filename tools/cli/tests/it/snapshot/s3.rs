@@ -134,6 +134,15 @@ fn a_guest_and_its_changes_are_saved_and_restored() {
             assert_eq!(json["outcome"], "done", "{json}");
         }
     }
+    // The memory of a snapshot, and a file in a store, as the memory of another guest.
+    for from in [
+        "snapshot:s3://bucket/second --memory 6M",
+        "objects:s3://bucket/first/memory --memory 4M",
+    ] {
+        let words = format!("run hello --pages-from {from} --json - --quiet");
+        let json = succeeds(&words, &server.settings());
+        assert_eq!(json["outcome"], "done", "{json}");
+    }
 }
 
 /// A store that does not answer for a while delays a guest that is restored lazily.

@@ -2,10 +2,19 @@
 
 use super::stopped::ENDLESS;
 use crate::guest::{Guest, failure, has_kvm, lacuna};
+use crate::signals::Running;
+use lacuna::PageCount;
+use lacuna::source::{
+    Answer, Failure, PageRequest, PageRequester, PageSource as _, Peer, Policy, SourcePage,
+};
 use lacuna_skip::test;
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use std::io::Read;
 use std::path::Path;
+use std::process::Stdio;
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
 use tempfile::TempDir;
 
 /// A guest that checks its memory, and ends.
@@ -129,6 +138,44 @@ fn from_soft_to_kvm() {
 }
 
 /// Requests a snapshot of the changes since `base`.
+/// `lacuna serve` gives other processes the memory of the snapshot at `path`, page by
+/// page, and refuses to give more than it has.
+fn serves(path: &Path, folder: &Path) {
+    let (from, socket) = (format!("snapshot:{}", path.display()), folder.join("pages"));
+    let line = format!("serve {from} {} --memory", socket.display());
+    let (code, errors) = failure(&format!("{line} 7M"));
+    let reason = "has 6291456 bytes, and 7340032 bytes were asked for";
+    assert!(code == 2 && errors.contains(reason), "{code} {errors}");
+    let line = format!("{line} 6M --quiet");
+    let _server = Running::with_errors_to(&line, Stdio::null(), Stdio::null());
+    while !socket.exists() {
+        std::thread::yield_now();
+    }
+    let peer = Peer::connect(&socket, PageCount::new(PAGES), Policy::default()).unwrap();
+    let (sender, pages) = channel();
+    let requester = Arc::new(Arrived(Mutex::new(sender)));
+    for page in 0..PAGES {
+        let requester = Arc::clone(&requester) as Arc<dyn PageRequester>;
+        peer.fetch(PageRequest::new(requester, page, SourcePage(page)));
+    }
+    drop(requester);
+    let pages: BTreeSet<_> = pages.iter().collect();
+    assert_eq!(pages.len() as u64, PAGES);
+}
+
+/// Sends the number of each arrived page.
+struct Arrived(Mutex<Sender<u64>>);
+
+impl PageRequester for Arrived {
+    fn answer(&self, page: u64, content: Result<&[u8; 4096], Failure<'_>>) -> Answer {
+        // The end of a request calls this again, with a failure.
+        if content.is_ok() {
+            self.0.lock().unwrap().send(page).unwrap();
+        }
+        Answer::Taken
+    }
+}
+
 fn since(path: &Path, base: &Path) -> Value {
     json!({"command": "snapshot", "path": path, "base": base})
 }
@@ -173,6 +220,7 @@ fn diffs() {
         restores(path, "");
         restores(path, "--lazy");
     }
+    serves(&third, folder.path());
     std::fs::rename(&first, folder.path().join("away")).unwrap();
     let (code, errors) = failure(&format!("snapshot restore {}", third.display()));
     assert!(code == 2 && errors.contains("first"), "{code} {errors}");
