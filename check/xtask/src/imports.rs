@@ -116,6 +116,10 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         &["lacuna-addr", "lacuna-source", "lacuna-sys"],
     ),
     (
+        "lacuna-offload",
+        &["lacuna-addr", "lacuna-sys", "lacuna-source"],
+    ),
+    (
         "lacuna-migrate",
         // source: a snapshot whose pages are read on demand is a page source.
         &[
@@ -200,6 +204,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-control",
             "lacuna-guest",
             "lacuna-lab",
+            "lacuna-offload",
             "lacuna-pager",
             "lacuna-pager-test",
         ],

@@ -5,6 +5,7 @@
 //! lacuna run IMAGE [...]          one guest, live
 //! lacuna serve SOURCE SOCKET      a guest's memory, for run --pages-from peer:SOCKET
 //! lacuna pager                    fills the guests' memory of other VMMs
+//! lacuna offload                  VMs of Cloud Hypervisor, saved and restored
 //! lacuna snapshot save FOLDER     a running guest, saved; restore FOLDER resumes it
 //! lacuna migrate ADDRESS          a running guest, moved to lacuna run --incoming ADDRESS
 //! lacuna ctl SOCKET REQUEST       a running guest: status, pause, resume, stop, stat, dirty
@@ -21,6 +22,7 @@ mod lab;
 mod machine;
 mod memory;
 mod migrate;
+mod offload;
 mod pager;
 mod pager_test;
 mod pages;
@@ -36,6 +38,7 @@ pub use lab::{Chosen, Experiment, LabArgs, Name, Parts, arch_of};
 pub use machine::RunOn;
 pub use memory::WrongMemory;
 pub use migrate::{MODES, MigrateArgs};
+pub use offload::{OffloadArgs, OffloadCommand, OffloadOn, OffloadRestoreArgs, OffloadSaveArgs};
 pub use pager::{Lost, PagerArgs};
 pub use pager_test::{CHECK_ONE, PagerTestArgs};
 pub use pages::{PagesFrom, Patience};
@@ -72,6 +75,8 @@ pub enum Command {
     Serve(ServeArgs),
     /// Fill the memory of other VMMs' guests, such as Firecracker's, page by page
     Pager(PagerArgs),
+    /// Save a VM of Cloud Hypervisor, or restore a saved one, by its migration protocol
+    Offload(OffloadArgs),
     /// Save a running guest, or resume a saved one
     Snapshot(SnapshotArgs),
     /// Move a running guest to another process, here or on another host

@@ -13,7 +13,8 @@
 //! * [`snapshot`], [`migrate`], [`ctl`], [`monitor`]: `lacuna snapshot`, `lacuna migrate`, `lacuna
 //!   ctl`, which are clients of a control socket.
 //! * [`run`], [`image`], [`pages`], [`observe`]: `lacuna run`.
-//! * [`serve`], [`mod@pager`]: `lacuna serve`, `lacuna pager`. [`source`]: page sources.
+//! * [`serve`], [`mod@pager`], [`mod@offload`]: `lacuna serve`, `lacuna pager`, `lacuna offload`.
+//!   [`source`]: page sources.
 //! * [`lab`]: `lacuna lab`, and `lacuna` alone. [`mod@test`]: `lacuna test`.
 //! * [`pager_test`]: `lacuna pager-test`.
 //! * [`doctor`]: what this host can do.
@@ -21,8 +22,8 @@
 //! * [`log`], [`trace`]: events of the engine on stderr, and in a file for Perfetto.
 //! * [`metrics`]: the engine's counters by HTTP.
 //!
-//! It imports `lacuna`, `lacuna-control`, `lacuna-pager`, `lacuna-pager-test`, `lacuna-lab` and
-//! `lacuna-guest`, and nothing else of the workspace. No `unsafe`.
+//! It imports `lacuna`, `lacuna-control`, `lacuna-offload`, `lacuna-pager`, `lacuna-pager-test`,
+//! `lacuna-lab` and `lacuna-guest`, and nothing else of the workspace. No `unsafe`.
 #![forbid(unsafe_code)]
 
 pub mod args;
@@ -38,6 +39,7 @@ pub mod metrics;
 pub mod migrate;
 pub mod monitor;
 pub mod observe;
+pub mod offload;
 pub mod output;
 pub mod pager;
 pub mod pager_test;

@@ -12,6 +12,7 @@ use lacuna_cli::ctl::ctl;
 use lacuna_cli::exit::Exit;
 use lacuna_cli::lab::lab;
 use lacuna_cli::migrate::migrate;
+use lacuna_cli::offload::offload;
 use lacuna_cli::output::{complain, print, print_json};
 use lacuna_cli::pager::pager;
 use lacuna_cli::pager_test::pager_test;
@@ -91,6 +92,7 @@ fn command(command: Option<Command>) -> Exit {
         Some(Command::Run(args)) => run(&args),
         Some(Command::Serve(args)) => serve(&args),
         Some(Command::Pager(args)) => pager(&args),
+        Some(Command::Offload(args)) => offload(&args),
         Some(Command::Snapshot(args)) => snapshot(&args),
         Some(Command::Migrate(args)) => migrate(&args),
         Some(Command::Ctl(args)) => ctl(&args),

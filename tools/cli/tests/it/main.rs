@@ -8,6 +8,7 @@ mod handler;
 mod metrics;
 mod migrate;
 mod monitors;
+mod offload;
 mod pager;
 mod pager_test;
 mod pages;
