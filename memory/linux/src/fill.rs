@@ -48,7 +48,7 @@ impl LinuxMemory {
         let unit = shared.page_size().pages();
         let unit = HvaRange::new(self.hva(index - index % unit), unit);
         let unit = unit.expect("in the region");
-        parts.of(index).resume(unit) == Err(Errno::FAULT)
+        parts.of(index).resume(unit, Waiters::LeaveAsleep) == Err(Errno::FAULT)
     }
 
     fn fill_silently(&self, index: u64, content: &[[u8; PAGE_SIZE]]) -> Result<Placed, Errno> {
@@ -109,7 +109,7 @@ impl LinuxMemory {
         }
         let page = HvaRange::new(self.hva(index), 1).expect("in the region");
         loop {
-            match parts.of(index).resume(page) {
+            match parts.of(index).resume(page, Waiters::LeaveAsleep) {
                 Ok(_) | Err(Errno::EXIST) => return Ok(()),
                 Err(Errno::AGAIN) => std::thread::yield_now(),
                 Err(errno) => return Err(errno),
