@@ -36,6 +36,12 @@ pub enum ClientError {
          /dev/userfaultfd"
     )]
     NotAllowed,
+    /// Linux is too old.
+    #[error(
+        "this kernel reports no faults on pages of a memory file: use Linux 5.14 or later, or \
+         anonymous memory"
+    )]
+    OldKernel,
     /// The system's error.
     #[error("the memory cannot be made: {0}")]
     System(#[from] Errno),
@@ -155,6 +161,7 @@ impl PagedMemory {
 fn descriptor(accesses: Accesses, memory: VmmMemory) -> Result<Userfaultfd, ClientError> {
     Userfaultfd::open_for_pager(accesses, memory).map_err(|errno| match errno {
         Errno::PERM => ClientError::NotAllowed,
+        Errno::INVAL => ClientError::OldKernel,
         errno => errno.into(),
     })
 }
