@@ -6,5 +6,6 @@
 pub use lacuna_source::{
     Answer, External, Failure, FailureKind, Fate, Faults, FileError, HandlerError, HandlerRegion,
     Injected, LayeredFile, Measured, MemoryFile, MemoryId, Outage, PageRequest, PageRequester,
-    PageSource, Peer, PeerError, Policy, Server, SourcePage, SourceStats, WhenGone, Zeros, serve,
+    PageSource, Peer, PeerError, Policy, Recorder, Server, SourcePage, SourceStats, TouchedMemory,
+    Touches, TouchesError, WhenGone, Zeros, serve,
 };

@@ -6,7 +6,7 @@ use lacuna_addr::{Gpa, NoRoom};
 use lacuna_machine::{
     DeviceError, DirtyError, ErrorKind, MemoryError, MemorySlotError, StateError,
 };
-use lacuna_source::FileError;
+use lacuna_source::{FileError, PathError, TouchesError};
 use rustix::io::Errno;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -204,23 +204,12 @@ pub enum MigrateError {
          Snapshot::memory_file, or restore into it by Snapshot::restore"
     )]
     OtherMemory,
-    /// A file is no whole record of first touches.
-    #[error("{}: {wrong}: record the first touches anew", shown(path))]
-    NoRecord {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        wrong: String,
-    },
+    /// A record of first touches cannot be read or written.
+    #[error(transparent)]
+    Touches(TouchesError),
     /// First touches of another snapshot.
     #[error("the first touches were recorded with another snapshot: give this snapshot's record")]
     OtherSnapshot,
-    /// A record of first touches was made with another snapshot.
-    #[error(
-        "{}: the record is of another snapshot: give the snapshot that it was made with, or record \
-         anew", shown(.0)
-    )]
-    OtherRecord(PathBuf),
     /// A memory slot that no machine can have.
     #[error("the memory slot at {0} is not one that a machine can have")]
     Layout(Gpa),
@@ -253,6 +242,24 @@ fn shown(path: &Path) -> String {
     printable(&path.to_string_lossy())
 }
 
+impl From<PathError> for MigrateError {
+    fn from(error: PathError) -> Self {
+        let PathError { path, what, error } = error;
+        Self::Io { path, what, error }
+    }
+}
+
+/// An error of the system keeps its kind.
+impl From<TouchesError> for MigrateError {
+    fn from(error: TouchesError) -> Self {
+        match error {
+            TouchesError::Io(error) => error.into(),
+            TouchesError::NoRoom { path, error } => Self::NoRoom { path, error },
+            error => Self::Touches(error),
+        }
+    }
+}
+
 impl MigrateError {
     /// Where the cause lies.
     pub fn kind(&self) -> ErrorKind {
@@ -282,8 +289,7 @@ impl MigrateError {
             | Self::Dirty(DirtyError::InUse)
             | Self::OtherSlots
             | Self::OtherMemory
-            | Self::NoRecord { .. }
-            | Self::OtherRecord(_)
+            | Self::Touches(_)
             | Self::OtherSnapshot
             | Self::NotHere => ErrorKind::Request,
             Self::Cancelled => ErrorKind::Cancelled,

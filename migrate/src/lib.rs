@@ -47,12 +47,13 @@ pub mod transport;
 pub use copy::{OnPages, PageSink, Stop};
 pub use error::MigrateError;
 pub use guest::PausedGuest;
-pub use lacuna_source::{Folder, LocalFolder, StoredFile};
+pub use lacuna_source::{
+    Folder, LocalFolder, Recorder, StoredFile, TouchedMemory, Touches, TouchesError,
+};
 pub use layout::{MemoryLayout, SlotLayout};
 pub use page_set::PageSet;
 pub use rounds::{Budget, OnProgress, Progress, Round};
 pub use snapshot::{
-    Recorder, Saved, Snapshot, SnapshotPages, Store, Target, Touches, Tracked, When, save,
-    save_paused,
+    Saved, Snapshot, SnapshotPages, Store, Target, Tracked, When, save, save_paused,
 };
 pub use state::{MachineConfig, MachineState};

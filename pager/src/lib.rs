@@ -16,7 +16,9 @@
 //! let listener = UnixListener::bind("/run/pager.socket")?;
 //! let pager = Pager::new(Config::default())?;
 //! let source = Arc::new(source);
-//! pager.serve(listener, Image { source, pages })?;
+//! // Each page is placed at its first fault.
+//! let (fill, record) = (None, None);
+//! pager.serve(listener, Image { source, pages, fill, record })?;
 //! println!("{} VMs", pager.stats().vms);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -30,6 +32,7 @@
 //! | `pager`, `config`, `image` | accepts VMs; the settings; what a socket's VMs get |
 //! | `handshake`, `regions`, `peer_process` | the VMM's message, checked; its process |
 //! | `service` | the event thread of one VM |
+//! | `filler`, `rate`, `record` | a fill beside the faults; its limit; a VM's working set |
 //! | `vm`, `units` | what is done about an event or an answer; the states of pages |
 //! | `placing`, `waiting` | a placement, and the kernel's answers; placements to repeat |
 //! | `shared_pages` | the memory file that an image's clones share |
@@ -39,12 +42,15 @@
 #![forbid(unsafe_code)]
 
 mod config;
+mod filler;
 mod handshake;
 mod image;
 mod messages;
 mod pager;
 mod peer_process;
 mod placing;
+mod rate;
+mod record;
 mod regions;
 mod service;
 mod shared_pages;
@@ -55,6 +61,8 @@ mod waiting;
 
 pub use config::{Config, Report, WhenLost};
 pub use handshake::HandshakeError;
-pub use image::Image;
+pub use image::{Fill, Image};
 pub use pager::Pager;
+pub use rate::FillRate;
+pub use record::Record;
 pub use stats::{PagerCounts, PagerStats, VmStats};

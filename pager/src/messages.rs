@@ -9,6 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub enum Matter {
     Loss,
     Shortage,
+    /// A page that a fill does not bring.
+    Fill,
     /// A process that cannot be ended.
     Kill,
     /// The end of the service.

@@ -1,6 +1,7 @@
 //! Accepts VMs, and serves each on a thread of its own.
 
 use crate::config::Config;
+use crate::filler::Filler;
 use crate::handshake::{Handshake, HandshakeError};
 use crate::image::Image;
 use crate::peer_process::PeerProcess;
@@ -193,20 +194,30 @@ impl PagerShared {
         &self,
         socket: &UnixStream,
         process: PeerProcess,
-        (image, connection): (&SharedImage, &CountedConnection),
+        (image, connection): (&Arc<SharedImage>, &CountedConnection),
     ) -> Result<(), HandshakeError> {
         process.check(&self.config.users)?;
         let message = Handshake::receive(socket, image, self.config.patience)?;
         let uffd = Arc::new(message.uffd);
         let memory = (message.regions, Arc::clone(&uffd));
         let lost = (self.config.when_lost, Arc::clone(&self.config.report));
-        let source = (Arc::clone(&image.image.source), message.shared);
-        let vm = Arc::new(Vm::new(memory, process, source, lost)?);
+        let from = (&image.image, message.shared);
+        let vm = Arc::new(Vm::new(memory, process, from, lost)?);
         let (number, pid) = (self.add(&vm), vm.pid());
         connection.has_its_message();
         tracing::info!(target: "lacuna::pager", pid, "serves a VM");
+        let filler = Filler::start(&vm, image).unwrap_or_else(|error| {
+            vm.is_not_filled_at_all(&error);
+            None
+        });
         serve(&vm, &uffd, socket);
+        drop(filler);
         vm.end();
+        if let Some(record) = image.image.record.as_ref().filter(|_| vm.is_recorded()) {
+            record
+                .save()
+                .unwrap_or_else(|error| (self.config.report)(&error.to_string()));
+        }
         self.remove(number, &vm.counts());
         tracing::info!(target: "lacuna::pager", pid, "the VM has ended");
         Ok(())

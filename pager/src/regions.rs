@@ -106,6 +106,15 @@ impl Regions {
             .then(|| region.unit(number))
     }
 
+    /// The units with a page of the source: one, unless the regions have common offsets.
+    pub fn holding(&self, page: SourcePage) -> impl Iterator<Item = Unit> {
+        self.0.iter().filter_map(move |region| {
+            let within = page.0.checked_sub(region.is.first.0)?;
+            let number = region.first_unit + within / region.is.page.pages();
+            (within < region.is.memory.pages()).then(|| region.unit(number))
+        })
+    }
+
     /// The unit with this number, which exists.
     pub fn unit(&self, number: u64) -> Unit {
         let after = self.0.partition_point(|region| region.first_unit <= number);

@@ -117,6 +117,14 @@ impl SharedPages {
         }
     }
 
+    /// Takes the content of a page, which a fill has brought.
+    pub fn fill(&self, page: SourcePage, content: &[u8; PAGE_SIZE]) {
+        if self.state(page) == SharedState::Unknown {
+            // Late: no VM waits for it.
+            let _ = self.keep(page, Ok(content));
+        }
+    }
+
     /// Takes the source's answer. All requests for the page get it.
     fn keep(&self, page: SourcePage, content: Result<&[u8; PAGE_SIZE], Failure<'_>>) -> Answer {
         let state = match content {

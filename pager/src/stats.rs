@@ -23,6 +23,14 @@ counters! {
         counter again,
         /// Placements that waited for memory (ENOMEM, ENOSPC).
         counter no_memory,
+        /// Units whose content a fill provided first.
+        counter filled,
+        /// Those of them that the working set has.
+        counter working_set,
+        /// Units that a fill provided in vain, because they were in place or taken away.
+        counter fill_late,
+        /// Faults read after the end of the VM's fill.
+        counter faults_after_fill,
         /// Units lost.
         counter lost,
         /// Faults at addresses that the VMM did not announce.
@@ -41,6 +49,10 @@ pub enum Count {
     Exists,
     Again,
     NoMemory,
+    Filled,
+    WorkingSet,
+    FillLate,
+    FaultsAfterFill,
     Lost,
     Outside,
 }
@@ -65,6 +77,10 @@ impl Counts {
             exists: of(Count::Exists),
             again: of(Count::Again),
             no_memory: of(Count::NoMemory),
+            filled: of(Count::Filled),
+            working_set: of(Count::WorkingSet),
+            fill_late: of(Count::FillLate),
+            faults_after_fill: of(Count::FaultsAfterFill),
             lost: of(Count::Lost),
             outside: of(Count::Outside),
         }
@@ -78,6 +94,8 @@ pub struct VmStats {
     pub pid: Option<i32>,
     /// Bytes of its memory.
     pub bytes: u64,
+    /// Whether all that its fill brings is in place. Without a fill it is never so.
+    pub is_filled: bool,
     /// Its counters.
     pub counts: PagerCounts,
     /// The pages of 4 KiB that it has asked for. The times begin when a fault is read, and end when

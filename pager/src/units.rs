@@ -1,12 +1,15 @@
 //! The state of each unit of a VM.
 //!
 //! ```text
-//! Missing ──ask──► Asked ──settle: its content was placed──────────────────► Settled
-//!                    └───arrive: the kernel refuses it at present──► Arrived ───┘
-//! Asked, Arrived ──share: the page of the image's file was mapped──► Shared
+//! Missing ──ask──► Asked ──arrive: an answer──► Arrived ──settle: it was placed──► Settled
+//!    └──────────────arrive: a fill────────────────┘
+//! Arrived ──share: the page of the image's file was mapped──► Shared
 //! any state ──settle: the VM took the page away──► Settled, where a fault gets zeros
 //! any state but Settled ──lose: no content will come──► Lost
 //! ```
+//! The thread that lets a unit arrive places its content: of two contents the first wins. A fill
+//! changes nothing before its content is there, so that a fault asks as without a fill.
+//!
 //! A settled unit never gets its old content again. A fault there has one of two reasons: the VM
 //! has taken the page away, or another thread has placed it meanwhile. In the first case zeros are
 //! right, and in the second the kernel refuses them, because the page is there. So one state
@@ -26,7 +29,7 @@ pub enum UnitState {
     Missing,
     /// The source was asked for it, and its content is not in place.
     Asked,
-    /// Its content has come, and waits to be placed. Other answers are late.
+    /// Its content has come, and is being placed, or waits to be. Other answers are late.
     Arrived,
     /// Its content was placed or taken away. A fault gets zeros.
     Settled,
@@ -74,10 +77,11 @@ impl Units {
         self.change(unit, UnitState::Missing, UnitState::Asked)
     }
 
-    /// The content has come, and waits.
-    /// Returns whether the unit was asked for.
+    /// The content has come. Returns whether it is the first content: the caller then places it.
     pub fn arrive(&self, unit: u64) -> bool {
-        self.change(unit, UnitState::Asked, UnitState::Arrived)
+        let from = [UnitState::Asked, UnitState::Missing];
+        from.into_iter()
+            .any(|from| self.change(unit, from, UnitState::Arrived))
     }
 
     /// The content was placed, or taken away. Returns the state before.
@@ -125,18 +129,20 @@ mod tests {
     fn only_legal_changes() {
         let units = Units::new(3);
         assert!(units.ask(0) && !units.ask(0));
-        assert_eq!(units.settle(0), UnitState::Asked);
+        assert!(units.arrive(0) && !units.arrive(0) && !units.ask(0));
+        assert_eq!(units.settle(0), UnitState::Arrived);
         assert_eq!(units.lose(0), None);
         units.share(0);
         assert_eq!(units.settle(0), UnitState::Shared);
+        assert!(!units.arrive(0));
         assert_eq!(units.get(0), UnitState::Settled);
-        assert!(!units.arrive(1));
-        assert_eq!(units.get(1), UnitState::Missing);
         assert_eq!(units.lose(1), Some(UnitState::Missing));
         assert_eq!(units.lose(1), None);
         assert!(!units.ask(1));
+        assert!(!units.arrive(1));
         assert_eq!(units.settle(1), UnitState::Lost);
-        assert_eq!(units.get(2), UnitState::Missing);
+        assert!(units.arrive(2), "of a fill");
+        assert_eq!(units.get(2), UnitState::Arrived);
         assert_eq!(units.get(3), UnitState::Lost);
         assert!(!units.ask(3));
     }

@@ -7,7 +7,7 @@
 //!
 //! ```text
 //! event thread, `live` held alone          placing thread, `live` shared
-//!   read the events                          the unit is Asked?
+//!   read the events                          the unit is Asked? it is Arrived now
 //!   settle the removed units                 UFFDIO_COPY
 //!                                            settle the unit
 //! ```
@@ -16,8 +16,10 @@
 //! placements with `EAGAIN`: the content then waits for the event thread in `waiting`.
 
 mod answers;
+mod filling;
 
 use crate::config::{Report, WhenLost};
+use crate::image::Image;
 use crate::messages::{Matter, Messages};
 use crate::peer_process::PeerProcess;
 use crate::placing::{Placed, Put, place, wake};
@@ -27,7 +29,9 @@ use crate::stats::{Count, Counts, PagerCounts, VmStats};
 use crate::units::{UnitState, Units};
 use crate::waiting::{Again, Waiting, WaitingList, WaitingPut};
 use lacuna_addr::{Hva, HvaRange};
-use lacuna_source::{Gathering, Measured, PageRequest, PageRequester, PageSource, SourcePage};
+use lacuna_source::{
+    Gathering, Measured, PageRequest, PageRequester, PageSource, Recorder, SourcePage,
+};
 use lacuna_sync::{Mutex, RwLock, RwLockReadGuard, lock, lock_order};
 use lacuna_sys::{Errno, Event, Userfaultfd};
 use rustix::event::{EventfdFlags, eventfd};
@@ -47,6 +51,7 @@ pub struct Vm {
     source: Measured<Arc<dyn PageSource>>,
     /// The image's file, if the VMM has mapped it.
     shared: Option<Arc<SharedPages>>,
+    recorder: Option<Recorder>,
     when_lost: WhenLost,
     messages: Messages,
     units: Units,
@@ -59,6 +64,8 @@ pub struct Vm {
     bell: OwnedFd,
     /// The kernel has said that the process is ending.
     has_ended: AtomicBool,
+    /// All that the fill brings is in place.
+    has_fill_ended: AtomicBool,
     counts: Counts,
 }
 
@@ -70,7 +77,7 @@ impl Vm {
     pub fn new(
         (regions, uffd): (Regions, Arc<Userfaultfd>),
         process: PeerProcess,
-        (source, shared): (Arc<dyn PageSource>, Option<Arc<SharedPages>>),
+        (image, shared): (&Image, Option<Arc<SharedPages>>),
         (when_lost, report): (WhenLost, Report),
     ) -> Result<Self, Errno> {
         Ok(Self {
@@ -80,15 +87,17 @@ impl Vm {
             process,
             source: Measured::new(match &shared {
                 Some(shared) => Arc::clone(shared) as Arc<dyn PageSource>,
-                None => source,
+                None => Arc::clone(&image.source),
             }),
             shared,
+            recorder: image.record.as_ref().and_then(|record| record.take()),
             when_lost,
             live: RwLock::new(Some(uffd)),
             gathering: Mutex::default(),
             waiting: WaitingList::default(),
             bell: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             has_ended: AtomicBool::new(false),
+            has_fill_ended: AtomicBool::new(false),
             counts: Counts::default(),
         })
     }
@@ -180,6 +189,9 @@ impl Vm {
     /// Answers a fault at `address`.
     pub fn fault(self: &Arc<Self>, address: Hva) {
         self.counts.add(Count::Faults);
+        if self.has_fill_ended.load(Ordering::Relaxed) {
+            self.counts.add(Count::FaultsAfterFill);
+        }
         let Some(unit) = self.regions.at(address) else {
             return self.fault_outside(address);
         };
@@ -201,6 +213,9 @@ impl Vm {
         for page in 0..unit.memory.pages() {
             let requester = Arc::clone(self) as Arc<dyn PageRequester>;
             let page_of_source = SourcePage(unit.first.0 + page);
+            if let Some(recorder) = &self.recorder {
+                recorder.note(page_of_source);
+            }
             let request = PageRequest::new(requester, Self::key(&unit, page), page_of_source);
             request.send(&self.source);
         }
@@ -413,6 +428,11 @@ impl Vm {
         self.source.end("the VM has ended");
     }
 
+    /// Whether the record of the image is this VM's.
+    pub fn is_recorded(&self) -> bool {
+        self.recorder.is_some()
+    }
+
     /// The number of its process, unless that is in another PID namespace.
     pub fn pid(&self) -> Option<i32> {
         self.process.pid()
@@ -428,6 +448,7 @@ impl Vm {
         VmStats {
             pid: self.pid(),
             bytes: self.regions.bytes(),
+            is_filled: self.has_fill_ended.load(Ordering::Relaxed),
             counts: self.counts(),
             pages: self.source.stats(),
         }

@@ -17,6 +17,13 @@ pub enum Again {
     Unsure,
 }
 
+impl Again {
+    /// Whether it is to be repeated.
+    pub fn is_needed(self) -> bool {
+        self != Self::No
+    }
+}
+
 /// What waits to be placed.
 pub enum WaitingPut {
     Content(Vec<[u8; PAGE_SIZE]>),
@@ -53,6 +60,16 @@ impl Waiting {
 }
 
 impl WaitingPut {
+    /// What is to be kept of `put`.
+    pub fn of(put: Put<'_>) -> Self {
+        match put {
+            Put::Pages(pages) => Self::Content(pages.to_vec()),
+            Put::Zeros => Self::Zeros,
+            Put::Shared => Self::Shared,
+            Put::Poison => Self::Poison,
+        }
+    }
+
     pub fn as_put(&self) -> Put<'_> {
         match self {
             Self::Content(content) => Put::Pages(content),

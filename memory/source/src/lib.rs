@@ -5,15 +5,10 @@
 //!
 //! ```
 //! use lacuna_source::{PageRequest, PageSource};
-//!
 //! /// Provides pages of ones.
 //! struct Ones;
-//!
 //! impl PageSource for Ones {
-//!     fn describe(&self) -> String {
-//!         "ones".into()
-//!     }
-//!
+//!     fn describe(&self) -> String { "ones".into() }
 //!     fn fetch(&self, request: PageRequest) {
 //!         // Late: the page was provided in another way, or its memory is gone.
 //!         let _ = request.provide(&[1; 4096]);
@@ -37,10 +32,12 @@
 //! | `measured`, `memory_id` | counters and fetch times; which memory a source provides |
 //! | `zeros`, `file`, `layers`, `folder` | sources; files of pages |
 //! | `holes`, `readers` | holes of files; the reading threads of `file` |
+//! | `touches`, `durable` | a guest's working set, and its file |
 //! | `peer`, `injected` | the protocol between processes, its two sides; faults of a link |
 //! | `external`, `handler` | a handler's memory; Firecracker's handshake with its process |
 #![forbid(unsafe_code)]
 
+mod durable;
 mod external;
 mod file;
 mod folder;
@@ -55,8 +52,10 @@ mod peer;
 mod policy;
 mod readers;
 mod request;
+mod touches;
 mod zeros;
 
+pub use durable::{PathError, create_file, rename_durably};
 pub use external::{AskedOutside, External};
 pub use file::{FileError, MemoryFile};
 pub use folder::{Folder, LocalFolder, StoredFile};
@@ -72,6 +71,7 @@ pub use policy::{Outage, Policy, WhenGone};
 pub use request::{
     Answer, Failure, FailureKind, PageRequest, PageRequester, PageSource, SourcePage,
 };
+pub use touches::{Recorder, TouchedMemory, Touches, TouchesError};
 pub use zeros::Zeros;
 
 /// The messages between a [`Peer`] and its server, for tests that play one side.

@@ -1,10 +1,10 @@
 //! The parts that a snapshot's reader and writer share.
 
-use crate::{MachineConfig, MachineState, MigrateError};
+use crate::{MachineConfig, MachineState};
 use serde::{Deserialize, Serialize};
-use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::fs::DirBuilder;
 use std::io;
-use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::Path;
 
 /// The format of a whole snapshot.
@@ -69,37 +69,4 @@ pub(super) fn entry_of(page: &[u8]) -> u32 {
 /// Makes a folder that only this user can enter: it has all of a guest's memory.
 pub(super) fn create_folder(path: &Path) -> io::Result<()> {
     DirBuilder::new().mode(0o700).create(path)
-}
-
-/// Makes a new file that only this user can read.
-pub(super) fn create_file(path: &Path) -> io::Result<File> {
-    let mut options = OpenOptions::new();
-    options
-        .read(true)
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(path)
-}
-
-/// Renames `partial`, whose content is on the disk, to `path` beside it. After a power failure,
-/// `path` is the whole content, what it was before, or nothing. After an error there is no new
-/// name, but an old file at `path` may have been replaced.
-///
-/// # Errors
-/// [`MigrateError::Io`].
-pub(super) fn rename_durably(partial: &Path, path: &Path) -> Result<(), MigrateError> {
-    let parent = path.parent().filter(|path| !path.as_os_str().is_empty());
-    let parent = parent.unwrap_or(Path::new("."));
-    // Opened before the rename, so that an error comes before the new name.
-    let folder = File::open(parent).map_err(MigrateError::io(parent, "open the folder"))?;
-    let is_new = path.symlink_metadata().is_err();
-    let renamed = fs::rename(partial, path);
-    renamed.map_err(MigrateError::io(path, "rename the finished file"))?;
-    let synced = folder.sync_all();
-    if synced.is_err() && is_new {
-        // The caller learns of the first error.
-        let _ = fs::rename(path, partial);
-    }
-    synced.map_err(MigrateError::io(parent, "write the folder"))
 }

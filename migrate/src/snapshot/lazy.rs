@@ -12,7 +12,6 @@
 use super::files::{ZEROS, entry_of};
 use super::places::{Layer, Place, Places};
 use super::reader::{Buffer, Snapshot};
-use super::touches::{Recorder, Touches};
 use crate::copy::OnPages;
 use crate::state::restore_state;
 use crate::{MemoryLayout, MigrateError, PageSet};
@@ -20,7 +19,7 @@ use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_machine::{
     Answer, MissingMemory, PageRequest, PageSource, PlatformDevices, Policy, SourcePage, Vm,
 };
-use lacuna_source::{Failure, MemoryId, PageRequester};
+use lacuna_source::{Failure, MemoryId, PageRequester, Recorder, Touches};
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -74,7 +73,7 @@ impl SnapshotPages {
 impl Snapshot {
     /// An empty recorder of first touches.
     pub fn recorder(&self) -> Recorder {
-        Recorder::new(self.id())
+        Recorder::new(self.touched_memory())
     }
 
     /// A source of this snapshot's pages: make the VM for [`Snapshot::restore_lazily`] with it.
@@ -151,7 +150,7 @@ impl Snapshot {
         each: OnPages<'_>,
     ) -> Result<(), MigrateError> {
         let missing = missing_memory(vm)?;
-        if !touches.is_of(self.id()) {
+        if !touches.is_of(self.touched_memory()) {
             return Err(MigrateError::OtherSnapshot);
         }
         let mut provide = |gpa, bytes: &[u8]| Ok(missing.provide(gpa, bytes)?.taken);

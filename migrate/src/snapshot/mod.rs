@@ -15,11 +15,9 @@ mod lazy;
 mod places;
 mod reader;
 mod target;
-mod touches;
 mod writer;
 
 pub use lazy::SnapshotPages;
 pub use reader::Snapshot;
 pub use target::{Store, Target};
-pub use touches::{Recorder, Touches};
 pub use writer::{Saved, Tracked, When, save, save_paused};

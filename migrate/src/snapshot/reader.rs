@@ -9,21 +9,13 @@ use crate::state::{check_devices, restore_state};
 use crate::{MachineConfig, MachineState, MigrateError};
 use lacuna_addr::{Gpa, PAGE_SIZE, room_for};
 use lacuna_machine::{PlatformDevices, SourcePage, Vm};
-use lacuna_source::{Folder, LocalFolder};
+use lacuna_source::{Folder, LocalFolder, TouchedMemory};
 use std::collections::BTreeMap;
 use std::io;
+use std::num::NonZeroU32;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-
-/// Which snapshot a record belongs to.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct SnapshotId {
-    /// The CRC-32 of the snapshot's file `checksums`, which stands for its whole content.
-    pub checksums: u32,
-    /// Pages of its memory.
-    pub pages: u64,
-}
 
 /// A snapshot on disk, and its bases, which have its unchanged pages.
 pub struct Snapshot {
@@ -31,7 +23,7 @@ pub struct Snapshot {
     places: Arc<Places>,
     /// The memory file of this snapshot, of its base, and so on.
     layers: Vec<Layer>,
-    id: SnapshotId,
+    touched: TouchedMemory,
 }
 
 /// Takes whole pages at an address, and returns how many it has used.
@@ -100,8 +92,8 @@ impl Snapshot {
             return Err(MigrateError::damaged(&at.path().join(PAGES), wrong));
         }
         Ok(Self {
-            id: SnapshotId {
-                checksums: top.checksums,
+            touched: TouchedMemory {
+                checksum: NonZeroU32::new(top.checksums),
                 pages: places.pages(),
             },
             document: top.document,
@@ -169,8 +161,11 @@ impl Snapshot {
         self.document.format
     }
 
-    pub(super) fn id(&self) -> SnapshotId {
-        self.id
+    /// Its memory, as records of first touches name it: [`Touches::load`] compares it.
+    ///
+    /// [`Touches::load`]: crate::Touches::load
+    pub fn touched_memory(&self) -> TouchedMemory {
+        self.touched
     }
 
     pub(super) fn places(&self) -> &Arc<Places> {

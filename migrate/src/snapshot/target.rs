@@ -8,9 +8,9 @@
 //! snapshot for a store is written to files first, on the disk of the temporary folder
 //! ([`std::env::temp_dir`]). A reader opens `checksums` first: without it there is no snapshot.
 
-use super::files::{CHECKSUMS, MEMORY, PAGES, STATE, create_folder, rename_durably};
+use super::files::{CHECKSUMS, MEMORY, PAGES, STATE, create_folder};
 use crate::MigrateError;
-use lacuna_source::{Folder, LocalFolder};
+use lacuna_source::{Folder, LocalFolder, rename_durably};
 use std::env;
 use std::fs::{self, File};
 use std::io;
@@ -127,7 +127,7 @@ impl Target<'_> {
                 }
                 let synced = File::open(partial).and_then(|folder| folder.sync_all());
                 synced.map_err(MigrateError::io(partial, "write the folder"))?;
-                rename_durably(partial, path)
+                Ok(rename_durably(partial, path)?)
             }
             Self::Store(store) => {
                 let names = [MEMORY, STATE, PAGES, CHECKSUMS];

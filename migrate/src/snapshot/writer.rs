@@ -2,7 +2,7 @@
 
 use super::files::{
     Base, CHECKSUMS, DIFF, Document, MEMORY, PACKED, PAGES, STATE, UNCHANGED, WHOLE, ZEROS,
-    create_file, entry_of, has_content,
+    entry_of, has_content,
 };
 use super::reader::checksums_of;
 use super::target::Target;
@@ -13,6 +13,7 @@ use crate::rounds::{Budget, OnProgress, Pace, Round, Throttle, copy_all, copy_li
 use crate::{MachineConfig, MachineState, MemoryLayout, MigrateError, Snapshot};
 use lacuna_addr::PAGE_SIZE;
 use lacuna_machine::{Running, SourcePage, Vm};
+use lacuna_source::create_file;
 use rustix::fs::{FallocateFlags, fallocate};
 use std::fs::{self, File};
 use std::io;

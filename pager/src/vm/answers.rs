@@ -58,22 +58,17 @@ impl PageRequester for Vm {
                 }
             },
         };
-        let shared = self.shared.as_ref();
-        let is_shared = shared.is_some_and(|shared| shared.has(unit.first));
-        let put = match is_shared {
-            true => Put::Shared,
-            false => Put::Pages(pages),
-        };
+        // A fill may have brought it.
+        if !self.units.arrive(unit.number) {
+            return Answer::Late;
+        }
+        let put = self.content(&unit, pages);
         let again = match uffd {
             Some(uffd) => self.place(uffd, &unit, put, 0),
             None => Again::Later(0),
         };
-        if again != Again::No && self.units.arrive(unit.number) {
-            let put = match is_shared {
-                true => WaitingPut::Shared,
-                false => WaitingPut::Content(pages.to_vec()),
-            };
-            self.keep(unit, put, again);
+        if again.is_needed() {
+            self.keep(unit, WaitingPut::of(put), again);
         }
         // Only now: until the state has changed, an ended request must find its page here.
         lock(&self.gathering).remove(&unit.number);
@@ -82,6 +77,15 @@ impl PageRequester for Vm {
 }
 
 impl Vm {
+    /// What puts the content of `unit` in place: the page of the image's file, or a copy.
+    pub(super) fn content<'a>(&self, unit: &Unit, pages: &'a [[u8; PAGE_SIZE]]) -> Put<'a> {
+        let shared = self.shared.as_ref();
+        match shared.is_some_and(|shared| shared.has(unit.first)) {
+            true => Put::Shared,
+            false => Put::Pages(pages),
+        }
+    }
+
     /// Whether the page needs no answer any more.
     fn has_gathered(&self, unit: &Unit, page: u64) -> bool {
         let all = lock(&self.gathering);

@@ -1,10 +1,11 @@
 //! Memory in huge pages of 2 MiB, which are placed as a whole.
 
+use crate::fill::all;
 use crate::vmm::{
     Bed, Manual, Memory, Vmm, Words, content, gated, or_skip, removals, with_features, word,
 };
-use lacuna_addr::{Level, PAGE_SIZE};
-use lacuna_pager::{Config, WhenLost};
+use lacuna_addr::{Level, PAGE_SIZE, PageCount};
+use lacuna_pager::{Config, Image, WhenLost};
 use lacuna_skip::{HugePages, test};
 use lacuna_source::Answer;
 use lacuna_sys::{Errno, TakenPages, Userfaultfd, Waiters};
@@ -232,4 +233,31 @@ fn a_unit_is_placed_around_unmapped_pages() {
     for page in (0..UNIT).filter(|page| ![3, 4].contains(page)) {
         assert_eq!(memory.read_whole(page), word(page));
     }
+}
+
+/// A fill waits for a huge page too, and then brings the rest.
+#[test]
+fn a_fill_waits_for_memory() {
+    let uffd = or_skip(Userfaultfd::open_for_guest());
+    let reserved = HugePages::reserve(1);
+    let image = Image {
+        source: Arc::new(Words),
+        pages: PageCount::new(4 * UNIT),
+        fill: Some(all(Arc::new(Words))),
+        record: None,
+    };
+    let bed = Bed::of(image, Config::default());
+    let huge = HugeMemory::new(4);
+    let _vmm = Vmm::with(&bed, uffd, (huge.0, 0), Level::L2M);
+    bed.wait("two tries", |pager| pager.stats().counts.no_memory >= 2);
+    reserved.change(4).unwrap();
+    bed.wait("the fill", |pager| pager.vms()[0].is_filled);
+    for unit in 0..4 {
+        assert_eq!(huge.0.read_whole(unit * UNIT + 7), word(unit * UNIT + 7));
+    }
+    let said = bed.said();
+    assert!(
+        said.len() == 1 && said[0].contains("has no memory"),
+        "{said:?}"
+    );
 }

@@ -2,6 +2,7 @@
 
 mod ends;
 mod faults;
+mod fill;
 mod handshake;
 mod huge;
 mod lost;

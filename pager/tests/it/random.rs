@@ -1,8 +1,10 @@
 //! Random threads of a VM against a plain model.
 
+use crate::fill::all;
 use crate::vmm::{Bed, Memory, Vmm, Words, or_skip, removals, word};
 use fastrand::Rng;
-use lacuna_addr::Level;
+use lacuna_addr::{Level, PageCount};
+use lacuna_pager::{Config, Image};
 use lacuna_skip::test;
 use lacuna_source::{Faults, Injected};
 use lacuna_sys::Userfaultfd;
@@ -52,14 +54,21 @@ fn use_pages(memory: Memory, (first, touches): (u64, bool), seed: u64) {
     }
 }
 
-fn random_threads((uffd, touches): (Userfaultfd, bool), seed: u64) {
+fn random_threads((uffd, touches): (Userfaultfd, bool), is_filled: bool, seed: u64) {
     let faults = Faults {
         seed,
         reordering: 0.3,
         ..Faults::latency(Duration::from_micros(20))
     };
     let pages = PAGES * THREADS;
-    let bed = Bed::new(Arc::new(Injected::new(Words, faults).unwrap()), pages);
+    let source = || Arc::new(Injected::new(Words, faults.clone()).unwrap());
+    let image = Image {
+        fill: is_filled.then(|| all(source())),
+        source: source(),
+        pages: PageCount::new(pages),
+        record: None,
+    };
+    let bed = Bed::of(image, Config::default());
     let memory = Memory::anonymous(pages, 4096);
     let _vmm = Vmm::with(&bed, uffd, (memory, 0), Level::L4K);
     thread::scope(|scope| {
@@ -73,13 +82,20 @@ fn random_threads((uffd, touches): (Userfaultfd, bool), seed: u64) {
 #[test]
 fn every_byte_is_right() {
     for seed in 0..4 {
-        random_threads((removals(), false), seed);
+        random_threads((removals(), false), false, seed);
     }
 }
 
 #[test]
 fn every_byte_is_right_without_events_of_removals() {
     for seed in 0..4 {
-        random_threads((or_skip(Userfaultfd::open_user()), true), seed);
+        random_threads((or_skip(Userfaultfd::open_user()), true), false, seed);
+    }
+}
+
+#[test]
+fn every_byte_is_right_beside_a_fill() {
+    for seed in 4..8 {
+        random_threads((removals(), false), true, seed);
     }
 }

@@ -172,6 +172,16 @@ impl Bed {
     }
 
     pub fn with(source: Arc<dyn PageSource>, pages: u64, config: Config) -> Self {
+        let image = Image {
+            source,
+            pages: PageCount::new(pages),
+            fill: None,
+            record: None,
+        };
+        Self::of(image, config)
+    }
+
+    pub fn of(image: Image, config: Config) -> Self {
         let folder = TempDir::new().unwrap();
         let path = folder.path().join("pager");
         let said = Arc::<Mutex<Vec<String>>>::default();
@@ -183,9 +193,8 @@ impl Bed {
         });
         let config = Config { report, ..config };
         let listener = UnixListener::bind(&path).unwrap();
-        let pages = PageCount::new(pages);
         let pager = Pager::new(config).unwrap();
-        pager.serve(listener, Image { source, pages }).unwrap();
+        pager.serve(listener, image).unwrap();
         Self {
             pager,
             path,
@@ -255,7 +264,11 @@ impl Manual {
     }
 
     pub fn is_empty(&self) -> bool {
-        self.0.lock().unwrap().is_empty()
+        self.len() == 0
+    }
+
+    pub fn len(&self) -> usize {
+        self.0.lock().unwrap().len()
     }
 }
 

@@ -10,14 +10,19 @@ use crate::run::{Refusal, catch_signals, exit_of};
 use crate::signals::Signals;
 use crate::size::Size;
 use crate::source::{open_to_serve, whole_pages};
+use lacuna::PageCount;
 use lacuna::metrics::Metrics;
 use lacuna::migrate::transport::PrivateSocket;
-use lacuna::source::{Measured, PageSource};
+use lacuna::source::{
+    Measured, PageSource, Policy, TouchedMemory, Touches, TouchesError, WhenGone,
+};
 use lacuna_lab::report::{short, time};
-use lacuna_pager::{Config, Image, Pager};
+use lacuna_pager::{Config, Fill, FillRate, Image, Pager, Record};
 use serde::Serialize;
 use std::fs::{Permissions, set_permissions};
+use std::num::NonZeroU64;
 use std::os::unix::fs::PermissionsExt as _;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -45,6 +50,10 @@ struct PagerReport {
     faults: u64,
     placed: u64,
     shared: u64,
+    filled: u64,
+    working_set: u64,
+    fill_late: u64,
+    faults_after_fill: u64,
     zeros: u64,
     removals: u64,
     lost: u64,
@@ -70,6 +79,8 @@ fn pager_until_signal(args: &PagerArgs) -> Result<Exit, Refusal> {
     let never = Arc::default();
     let (source, pages) = open_to_serve(&args.from, pages, policy, &never)?;
     let source = Arc::new(Measured::new(source));
+    let record = record(args, pages)?;
+    let fill = fill(args, pages)?;
     let metrics = args.metrics.map(MetricsSocket::open).transpose()?;
     let socket = PrivateSocket::bind(&args.socket).map_err(transport_refusal)?;
     // The pager reports under the lock of a VM, and stderr may block.
@@ -99,10 +110,12 @@ fn pager_until_signal(args: &PagerArgs) -> Result<Exit, Refusal> {
     let image = Image {
         source: Arc::clone(&source) as Arc<dyn PageSource>,
         pages,
+        fill,
+        record: record.clone(),
     };
     let serves = pager.serve(listener, image);
     serves.map_err(|error| host(format!("cannot start a thread: {error}")))?;
-    let fill = || {
+    let metrics_of = || {
         let mut to = Metrics::default();
         pager.stats().fill(&mut to);
         source.stats().fill(&mut to);
@@ -110,7 +123,9 @@ fn pager_until_signal(args: &PagerArgs) -> Result<Exit, Refusal> {
     };
     let began = Instant::now();
     thread::scope(|scope| {
-        let serving = metrics.as_ref().map(|socket| socket.start(scope, &fill));
+        let serving = metrics
+            .as_ref()
+            .map(|socket| socket.start(scope, &metrics_of));
         let serving = serving.transpose();
         let _serving = serving.map_err(|error| host(format!("--metrics: {error}")))?;
         let serves = Serves {
@@ -120,6 +135,7 @@ fn pager_until_signal(args: &PagerArgs) -> Result<Exit, Refusal> {
             pager: &pager,
             messages: &messages,
             unsaid: &unsaid,
+            record: record.as_deref(),
             began,
         };
         serves.until_signal(&signals, socket)
@@ -128,6 +144,49 @@ fn pager_until_signal(args: &PagerArgs) -> Result<Exit, Refusal> {
 
 fn host(text: String) -> Refusal {
     (Exit::Host, text)
+}
+
+/// The record of `--record`. An unwritable file is refused before a VM is served.
+fn record(args: &PagerArgs, pages: PageCount) -> Result<Option<Arc<Record>>, Refusal> {
+    let record = |path: &PathBuf| {
+        Touches::check_target(path)?;
+        Ok(Arc::new(Record::new(path.clone(), pages)))
+    };
+    let record = args.record.as_ref().map(record).transpose();
+    record.map_err(|error: TouchesError| (Exit::Usage, format!("--record: {error}")))
+}
+
+/// What `--working-set` and `--fill` bring.
+fn fill(args: &PagerArgs, pages: PageCount) -> Result<Option<Fill>, Refusal> {
+    if args.working_set.is_none() && !args.fill {
+        return Ok(None);
+    }
+    let memory = TouchedMemory {
+        checksum: None,
+        pages: pages.get(),
+    };
+    let working_set = args.working_set.as_deref();
+    let working_set = working_set.map(|path| Touches::load(path, memory));
+    let refused = |error: TouchesError| (Exit::Usage, format!("--working-set: {error}"));
+    let rate = args.fill_rate.map(|size| {
+        let rate = NonZeroU64::new(size.0);
+        rate.map(FillRate::new).ok_or((
+            Exit::Usage,
+            "--fill-rate 0 brings nothing: give more".into(),
+        ))
+    });
+    // The faults' source decides about lost pages. This one waits.
+    let policy = Policy {
+        when_gone: WhenGone::Hold,
+        ..Policy::default()
+    };
+    let (source, _) = open_to_serve(&args.from, Some(pages), policy, &Arc::default())?;
+    Ok(Some(Fill {
+        source: Arc::from(source),
+        working_set: working_set.transpose().map_err(refused)?,
+        is_whole: args.fill,
+        rate: rate.transpose()?,
+    }))
 }
 
 /// A pager at work.
@@ -140,6 +199,8 @@ struct Serves<'a> {
     messages: &'a Receiver<String>,
     /// Messages that found no room.
     unsaid: &'a AtomicU64,
+    /// What the first VM needs.
+    record: Option<&'a Record>,
     began: Instant,
 }
 
@@ -153,6 +214,11 @@ impl Serves<'_> {
             live.suspend(|| self.print_messages());
             if let Some(signal) = signals.caught() {
                 let is_first = socket.take().is_some();
+                if is_first && let Some(record) = self.record {
+                    // The second signal leaves no time for it.
+                    let saved = record.save();
+                    saved.unwrap_or_else(|error| complain(&error.to_string()));
+                }
                 // Before the count, which only falls afterwards.
                 self.pager.stop_accepting();
                 let vms = self.pager.connections();
@@ -189,6 +255,10 @@ impl Serves<'_> {
             faults: stats.counts.faults,
             placed: stats.counts.placed,
             shared: stats.counts.shared,
+            filled: stats.counts.filled,
+            working_set: stats.counts.working_set,
+            fill_late: stats.counts.fill_late,
+            faults_after_fill: stats.counts.faults_after_fill,
             zeros: stats.counts.zeros,
             removals: stats.counts.removals,
             lost: stats.counts.lost,

@@ -129,7 +129,7 @@ fn lazy<'a>(
 ) -> Result<Lazy<'a>, MigrateError> {
     let replay = args.replay.as_deref();
     let replay = replay
-        .map(|path| Touches::load(path, snapshot))
+        .map(|path| Touches::load(path, snapshot.touched_memory()))
         .transpose()?;
     let record = args.record.as_deref().map(|path| {
         // An unwritable record is refused before the guest runs.

@@ -2,7 +2,7 @@
 
 use super::common::{MEMORY, Moved, WithSource, kvm, soft};
 use lacuna_machine::{Arch, Ending, ErrorKind};
-use lacuna_migrate::{MigrateError, Snapshot, Touches};
+use lacuna_migrate::{MigrateError, Snapshot, Touches, TouchesError};
 use std::fs;
 use std::path::Path;
 
@@ -17,7 +17,7 @@ fn replays(moved: &Moved<impl WithSource>) {
     let asked = first.asked.pages().len();
     assert!(asked > 100, "it asks for its memory: {asked}");
     first.asked.save(&record).expect("a record");
-    let touches = Touches::load(&record, &snapshot).expect("a record");
+    let touches = Touches::load(&record, snapshot.touched_memory()).expect("a record");
     assert_eq!(touches, first.asked);
     for head in [0, 7, asked, usize::MAX] {
         let (first, others) = touches.split_at(head);
@@ -48,9 +48,9 @@ fn on_kvm() {
 }
 
 /// The error of a load of the record at `path`.
-fn wrong(path: &Path, snapshot: &Snapshot, bytes: &[u8]) -> MigrateError {
+fn wrong(path: &Path, snapshot: &Snapshot, bytes: &[u8]) -> TouchesError {
     fs::write(path, bytes).expect("a file");
-    Touches::load(path, snapshot).expect_err("no record")
+    Touches::load(path, snapshot.touched_memory()).expect_err("no record")
 }
 
 #[test]
@@ -69,7 +69,7 @@ fn records_that_are_none() {
     // Every length but the right one.
     for length in (0..64).chain(whole.len() - 40..whole.len()) {
         let error = wrong(&record, &snapshot, &whole[..length]);
-        assert!(matches!(error, MigrateError::NoRecord { .. }), "{error}");
+        assert!(matches!(error, TouchesError::NoRecord { .. }), "{error}");
     }
     let mut long = whole.clone();
     long.extend([0; 8]);
@@ -81,9 +81,9 @@ fn records_that_are_none() {
         bytes[at] ^= 4;
         let error = wrong(&record, &snapshot, &bytes);
         let expected = match at {
-            0..8 | 24..32 => matches!(error, MigrateError::NoRecord { .. }),
-            8..12 => matches!(error, MigrateError::Version { known: 1, .. }),
-            12..24 => matches!(error, MigrateError::OtherRecord(_)),
+            0..8 | 24..32 => matches!(error, TouchesError::NoRecord { .. }),
+            8..12 => matches!(error, TouchesError::Version { known: 1, .. }),
+            12..24 => matches!(error, TouchesError::OtherMemory(_)),
             _ => error.to_string().contains("its checksum differs"),
         };
         assert!(expected, "byte {at}: {error}");
@@ -93,25 +93,34 @@ fn records_that_are_none() {
     bytes[32..40].copy_from_slice(&(MEMORY >> 12).to_le_bytes());
     bytes.extend(crc32fast::hash(&bytes).to_le_bytes());
     let error = wrong(&record, &snapshot, &bytes).to_string();
-    assert!(error.contains("beyond the snapshot"), "{error}");
+    assert!(error.contains("beyond the memory"), "{error}");
     let error = wrong(&record, &other, &whole);
-    assert!(matches!(error, MigrateError::OtherRecord(_)), "{error}");
+    assert!(matches!(error, TouchesError::OtherMemory(_)), "{error}");
     let error = moved.replay(&other, Some(&touches)).err();
     assert!(
         matches!(error, Some(MigrateError::OtherSnapshot)),
         "{error:?}"
     );
-    let error = Touches::load(folder.path(), &snapshot).expect_err("a folder");
-    assert!(matches!(error, MigrateError::NoRecord { .. }), "{error}");
+    let error = Touches::load(folder.path(), snapshot.touched_memory()).expect_err("a folder");
+    assert!(matches!(error, TouchesError::NoRecord { .. }), "{error}");
     let nowhere = folder.path().join("no folder").join("record");
     for error in [
         touches.save(&nowhere),
         Touches::check_target(&nowhere),
-        Touches::load(&nowhere, &snapshot).map(drop),
+        Touches::load(&nowhere, snapshot.touched_memory()).map(drop),
     ] {
-        assert!(matches!(error, Err(MigrateError::Io { .. })), "{error:?}");
+        assert!(matches!(error, Err(TouchesError::Io(_))), "{error:?}");
     }
     Touches::check_target(&record).expect("it can be written");
+    // A record of a raw memory file has no checksum, and fits each memory of this size.
+    let mut bytes = whole[..whole.len() - 4].to_vec();
+    bytes[12..16].fill(0);
+    bytes.extend(crc32fast::hash(&bytes).to_le_bytes());
+    fs::write(&record, bytes).expect("a file");
+    for snapshot in [&snapshot, &other] {
+        let loaded = Touches::load(&record, snapshot.touched_memory()).expect("a record");
+        assert_eq!(loaded.pages(), touches.pages());
+    }
 }
 
 /// Refused before the guest runs, and not when its record is complete.
@@ -119,6 +128,7 @@ fn records_that_are_none() {
 fn a_record_does_not_replace_a_folder() {
     let folder = tempfile::tempdir().expect("a folder");
     let error = Touches::check_target(folder.path()).expect_err("a folder");
+    let error = MigrateError::from(error);
     assert_eq!(error.kind(), ErrorKind::Request);
     let error = error.to_string();
     assert!(error.ends_with("it is a folder: name a file"), "{error}");

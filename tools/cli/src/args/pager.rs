@@ -3,7 +3,7 @@
 use super::{Output, PagesFrom, Patience};
 use crate::exit::EXIT_CODES;
 use crate::size::Size;
-use clap::{Args, ValueEnum};
+use clap::{ArgGroup, Args, ValueEnum};
 use lacuna_pager::WhenLost;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -11,6 +11,7 @@ use std::path::PathBuf;
 /// `lacuna pager`.
 #[derive(Clone, PartialEq, Debug, Args)]
 #[command(after_help = EXIT_CODES)]
+#[command(group = ArgGroup::new("fills").args(["fill", "working_set"]).multiple(true))]
 pub struct PagerArgs {
     /// The socket to make. A VMM connects to it, such as Firecracker with this path as the
     /// backend_path of a snapshot's mem_backend
@@ -35,6 +36,20 @@ pub struct PagerArgs {
         value_name = "poison|kill|hold"
     )]
     pub when_lost: Lost,
+    /// Record which pages the first VM needs, in the order of first touch; written to this file
+    /// when the VM ends, and at the first signal
+    #[arg(long, value_name = "FILE", conflicts_with = "fills")]
+    pub record: Option<PathBuf>,
+    /// Bring the pages of this record to each VM before it needs them
+    #[arg(long, value_name = "FILE")]
+    pub working_set: Option<PathBuf>,
+    /// Bring all pages to each VM before it needs them, those of --working-set first
+    #[arg(long)]
+    pub fill: bool,
+    /// The most bytes that --fill and --working-set bring in a second, to all VMs together
+    /// [default: no limit]
+    #[arg(long, value_name = "SIZE", requires = "fills")]
+    pub fill_rate: Option<Size>,
     /// Serve the VMs of this user too; by default, only this process's user. All users can then
     /// connect, and others are refused
     #[arg(long = "user", value_name = "UID")]

@@ -25,6 +25,10 @@ struct Pager {
 
 impl Pager {
     fn start() -> Self {
+        Self::with("")
+    }
+
+    fn with(options: &str) -> Self {
         if let Err(errno) = Userfaultfd::open_user() {
             lacuna_skip::skip_test(errno);
         }
@@ -33,7 +37,8 @@ impl Pager {
         File::create(&file).unwrap().set_len(MEMORY).unwrap();
         let (at, from) = (socket.display(), file.display());
         let line = format!(
-            "pager --socket {at} --from file:{from} --quiet --json - --metrics 127.0.0.1:0"
+            "pager --socket {at} --from file:{from} --quiet --json - --metrics 127.0.0.1:0 \
+             {options}"
         );
         let mut process = Running::with_errors_to(&line, Stdio::piped(), Stdio::piped());
         let mut errors = BufReader::new(process.0.stderr.take().unwrap()).lines();
@@ -111,6 +116,38 @@ fn guests_run_from_one_pager() {
     assert!(!pager.socket.exists());
 }
 
+/// A run with a working set needs fewer faults than the recorded one.
+#[test]
+fn a_working_set_is_recorded_and_filled() {
+    let folder = TempDir::new().unwrap();
+    let record = folder.path().join("record");
+    let run = |options: &str| {
+        let mut pager = Pager::with(options);
+        let guest = guest(&pager.socket, "verify --append rounds=1").output();
+        assert_eq!(guest.unwrap().status.code(), Some(0));
+        pager.process.send(Signal::TERM);
+        pager.result(143)
+    };
+    let lazy = run(&format!("--record {}", record.display()));
+    assert_eq!(
+        (&lazy["filled"], &lazy["working_set"]),
+        (&0.into(), &0.into())
+    );
+    let pages = record.metadata().unwrap().len() / 8;
+    assert!(pages > 2048, "{pages}");
+    let filled = run(&format!(
+        "--working-set {} --fill --fill-rate 10G",
+        record.display()
+    ));
+    assert!(filled["working_set"].as_u64().unwrap() > 0, "{filled}");
+    let count = |json: &serde_json::Value, name: &str| json[name].as_u64().unwrap();
+    assert!(
+        count(&filled, "placed") >= count(&filled, "filled"),
+        "{filled}"
+    );
+    assert_eq!(count(&filled, "lost"), 0);
+}
+
 /// The first signal does not leave a VM without its pager.
 #[test]
 fn a_pager_ends_after_its_vms() {
@@ -146,6 +183,26 @@ fn wrong_options_are_refused() {
         (
             "--from zeros --memory 1M --when-lost zeros",
             "invalid value 'zeros'",
+        ),
+        (
+            "--from zeros --memory 1M --record /tmp/no/such/folder",
+            "--record: /tmp/no/such",
+        ),
+        (
+            "--from zeros --memory 1M --record /tmp/r --fill",
+            "cannot be used with",
+        ),
+        (
+            "--from zeros --memory 1M --fill-rate 1M",
+            "required arguments",
+        ),
+        (
+            "--from zeros --memory 1M --fill --fill-rate 0",
+            "--fill-rate 0 brings nothing",
+        ),
+        (
+            "--from zeros --memory 1M --working-set /dev/null",
+            "--working-set: /dev/null: it is no regular file",
         ),
     ] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_lacuna"));
