@@ -1,6 +1,5 @@
 //! The settings of a pager.
 
-use rustix::process::geteuid;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,23 +23,16 @@ pub enum WhenLost {
 /// The settings of a pager.
 #[derive(Clone)]
 pub struct Config {
-    /// What becomes of lost pages.
-    pub when_lost: WhenLost,
-    /// The users whose VMs are served.
-    pub users: Vec<u32>,
     /// How long a VMM may take for its message.
     pub patience: Duration,
     /// Takes messages: refused connections, lost pages.
     pub report: Report,
 }
 
-/// Lost pages are poisoned, only VMs of this process's user are served, a message may take five
-/// seconds, and messages go to `tracing` alone.
+/// A VMM's message may take five seconds, and messages for the user go to `tracing` alone.
 impl Default for Config {
     fn default() -> Self {
         Self {
-            when_lost: WhenLost::default(),
-            users: vec![geteuid().as_raw()],
             patience: Duration::from_secs(5),
             report: Arc::new(|_| {}),
         }
@@ -50,13 +42,10 @@ impl Default for Config {
 impl fmt::Debug for Config {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
-            when_lost,
-            users,
             patience,
             report: _,
         } = self;
         let mut debug = f.debug_struct("Config");
-        debug.field("when_lost", when_lost).field("users", users);
         debug.field("patience", patience).finish_non_exhaustive()
     }
 }

@@ -1,9 +1,11 @@
-//! What a socket's VMs get as their memory.
+//! What a socket's VMs get as their memory, and which users may connect.
 
+use crate::config::WhenLost;
 use crate::rate::FillRate;
 use crate::record::Record;
 use lacuna_addr::PageCount;
 use lacuna_source::{PageSource, Touches};
+use rustix::process::geteuid;
 use std::sync::Arc;
 
 /// The memory of one snapshot, for any number of VMs.
@@ -12,10 +14,29 @@ pub struct Image {
     pub source: Arc<dyn PageSource>,
     /// Its size.
     pub pages: PageCount,
+    /// What becomes of lost pages.
+    pub when_lost: WhenLost,
+    /// The users whose VMs are served.
+    pub users: Vec<u32>,
     /// Provides pages before a VM needs them; `None` leaves each page to its first fault.
     pub fill: Option<Fill>,
     /// Records the working set of the first VM that is served.
     pub record: Option<Arc<Record>>,
+}
+
+impl Image {
+    /// The first `pages` pages of `source`. Lost pages are poisoned, only VMs of this process's
+    /// user are served, and each page is placed at its first fault.
+    pub fn new(source: Arc<dyn PageSource>, pages: PageCount) -> Self {
+        Self {
+            source,
+            pages,
+            when_lost: WhenLost::default(),
+            users: vec![geteuid().as_raw()],
+            fill: None,
+            record: None,
+        }
+    }
 }
 
 /// What is put in place before a VM needs it. A fault is never answered behind it.

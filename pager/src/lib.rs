@@ -16,9 +16,7 @@
 //! let listener = UnixListener::bind("/run/pager.socket")?;
 //! let pager = Pager::new(Config::default())?;
 //! let source = Arc::new(source);
-//! // Each page is placed at its first fault.
-//! let (fill, record) = (None, None);
-//! pager.serve(listener, Image { source, pages, fill, record })?;
+//! pager.serve(listener, Image::new(source, pages))?;
 //! println!("{} VMs", pager.stats().vms);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```

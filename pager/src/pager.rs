@@ -196,13 +196,13 @@ impl PagerShared {
         process: PeerProcess,
         (image, connection): (&Arc<SharedImage>, &CountedConnection),
     ) -> Result<(), HandshakeError> {
-        process.check(&self.config.users)?;
+        process.check(&image.image.users)?;
         let message = Handshake::receive(socket, image, self.config.patience)?;
         let uffd = Arc::new(message.uffd);
         let memory = (message.regions, Arc::clone(&uffd));
-        let lost = (self.config.when_lost, Arc::clone(&self.config.report));
+        let report = Arc::clone(&self.config.report);
         let from = (&image.image, message.shared);
-        let vm = Arc::new(Vm::new(memory, process, from, lost)?);
+        let vm = Arc::new(Vm::new(memory, process, from, report)?);
         let (number, pid) = (self.add(&vm), vm.pid());
         connection.has_its_message();
         tracing::info!(target: "lacuna::pager", pid, "serves a VM");

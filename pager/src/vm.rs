@@ -78,7 +78,7 @@ impl Vm {
         (regions, uffd): (Regions, Arc<Userfaultfd>),
         process: PeerProcess,
         (image, shared): (&Image, Option<Arc<SharedPages>>),
-        (when_lost, report): (WhenLost, Report),
+        report: Report,
     ) -> Result<Self, Errno> {
         Ok(Self {
             units: Units::new(regions.units()),
@@ -91,7 +91,7 @@ impl Vm {
             }),
             shared,
             recorder: image.record.as_ref().and_then(|record| record.take()),
-            when_lost,
+            when_lost: image.when_lost,
             live: RwLock::new(Some(uffd)),
             gathering: Mutex::default(),
             waiting: WaitingList::default(),

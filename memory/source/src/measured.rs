@@ -28,8 +28,8 @@ pub struct SourceStats {
 }
 
 impl SourceStats {
-    /// Puts the counters into `to`.
-    pub fn fill(&self, to: &mut Metrics) {
+    /// Puts the counters into `to`, each with these labels.
+    pub fn fill(&self, to: &mut Metrics, labels: &[(&'static str, &str)]) {
         let Self {
             asked,
             provided,
@@ -40,14 +40,14 @@ impl SourceStats {
         } = *self;
         let help = "Pages requested from the page source.";
         let of = ("lacuna_source_asked_total", help, Kind::Counter);
-        to.add(of, &[], Value::Whole(asked));
+        to.add(of, labels, Value::Whole(asked));
         // A gauge, because a page that the VMM provides meanwhile is taken off again.
         let help = "Pages that the page source has failed to provide.";
         let of = ("lacuna_source_failed", help, Kind::Gauge);
-        to.add(of, &[], Value::Whole(failed));
+        to.add(of, labels, Value::Whole(failed));
         let help = "Pages requested from the page source that have no answer yet.";
         let of = ("lacuna_source_in_flight", help, Kind::Gauge);
-        to.add(of, &[], Value::Whole(in_flight));
+        to.add(of, labels, Value::Whole(in_flight));
         let times = Summary {
             count: provided,
             sum: None,
@@ -55,7 +55,7 @@ impl SourceStats {
         };
         let help = "From the request of a page until it is provided.";
         let of = ("lacuna_source_fetch_seconds", help, Kind::Summary);
-        to.add(of, &[], Value::Summary(times));
+        to.add(of, labels, Value::Summary(times));
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::vmm::{Bed, Manual, Memory, Vmm, Words, content, removals, word};
 use lacuna_addr::{Hva, HvaRange, Level, PAGE_SIZE};
-use lacuna_pager::{Config, WhenLost};
+use lacuna_pager::WhenLost;
 use lacuna_skip::test;
 use lacuna_source::{Answer, HandlerRegion, SourcePage, send_regions};
 use lacuna_sys::Userfaultfd;
@@ -136,11 +136,7 @@ fn an_ended_process_ends_its_vm() {
 fn a_lost_page_kills_its_vmm() {
     drop(removals());
     let source = Arc::new(Manual::default());
-    let config = Config {
-        when_lost: WhenLost::Kill,
-        ..Config::default()
-    };
-    let bed = Bed::with(source.clone(), 2, config);
+    let bed = Bed::losing(source.clone(), 2, WhenLost::Kill);
     let mut child = ChildVmm::start(bed.path.to_str().unwrap());
     child.said();
     let lost = source.next();

@@ -14,12 +14,7 @@ use tempfile::TempDir;
 const UNIT: u64 = 512;
 
 fn image(source: Arc<dyn PageSource>, pages: u64) -> Image {
-    Image {
-        source,
-        pages: PageCount::new(pages),
-        fill: None,
-        record: None,
-    }
+    Image::new(source, PageCount::new(pages))
 }
 
 /// All pages, without a limit.

@@ -1,8 +1,8 @@
 //! The VMM's message: what is accepted, and what is refused with which sentence.
 
 use crate::vmm::{Bed, Memory, Vmm, Words, removals, word};
-use lacuna_addr::PAGE_SIZE;
-use lacuna_pager::Config;
+use lacuna_addr::{PAGE_SIZE, PageCount};
+use lacuna_pager::{Config, Image};
 use lacuna_skip::test;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::mm::{UserfaultfdFlags, userfaultfd};
@@ -250,11 +250,11 @@ fn a_message_in_pieces() {
 
 #[test]
 fn another_user_is_refused() {
-    let config = Config {
+    let image = Image {
         users: vec![12345],
-        ..Config::default()
+        ..Image::new(Arc::new(Words), PageCount::new(SOURCE))
     };
-    let bed = Bed::with(Arc::new(Words), SOURCE, config);
+    let bed = Bed::of(image, Config::default());
     let mut socket = UnixStream::connect(&bed.path).unwrap();
     let said = refusal(&bed, &mut socket, 0);
     let user = rustix::process::getuid().as_raw();

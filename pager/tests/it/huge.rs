@@ -140,8 +140,7 @@ fn a_request_that_ends_during_the_placement_is_late() {
     let uffd = or_skip(Userfaultfd::open_for_guest());
     let reserved = HugePages::reserve(1);
     let source = Arc::new(Manual::default());
-    let (config, reports, gate) = gated(WhenLost::Hold);
-    let bed = Bed::with(source.clone(), 2 * UNIT, config);
+    let (bed, reports, gate) = gated(source.clone(), 2 * UNIT);
     let huge = HugeMemory::new(2);
     let memory = huge.0;
     let _vmm = Vmm::with(&bed, uffd, (memory, 0), Level::L2M);
@@ -201,11 +200,7 @@ fn zeros_without_a_huge_page_are_repeated_after_a_pause() {
 fn a_page_whose_part_is_removed_is_lost() {
     let uffd = removals();
     let source = Arc::new(Manual::default());
-    let config = Config {
-        when_lost: WhenLost::Hold,
-        ..Config::default()
-    };
-    let bed = Bed::with(source.clone(), 2 * UNIT, config);
+    let bed = Bed::losing(source.clone(), 2 * UNIT, WhenLost::Hold);
     let memory = Memory::anonymous(2 * UNIT, Level::L2M.bytes());
     let _vmm = Vmm::with(&bed, uffd, (memory, 0), Level::L2M);
     let waits = thread::spawn(move || memory.read(7));
@@ -241,10 +236,8 @@ fn a_fill_waits_for_memory() {
     let uffd = or_skip(Userfaultfd::open_for_guest());
     let reserved = HugePages::reserve(1);
     let image = Image {
-        source: Arc::new(Words),
-        pages: PageCount::new(4 * UNIT),
         fill: Some(all(Arc::new(Words))),
-        record: None,
+        ..Image::new(Arc::new(Words), PageCount::new(4 * UNIT))
     };
     let bed = Bed::of(image, Config::default());
     let huge = HugeMemory::new(4);

@@ -2,7 +2,7 @@
 
 use crate::vmm::{Bed, Manual, Memory, Vmm, Words, content, gated, removals, with_features, word};
 use lacuna_addr::{HvaRange, Level, PAGE_SIZE};
-use lacuna_pager::{Config, WhenLost};
+use lacuna_pager::WhenLost;
 use lacuna_skip::test;
 use lacuna_source::Answer;
 use lacuna_sys::TakenPages;
@@ -20,13 +20,6 @@ use std::time::Duration;
 const EVENT_FORK: u64 = 1 << 1;
 const EVENT_REMAP: u64 = 1 << 2;
 const EVENT_UNMAP: u64 = 1 << 6;
-
-fn holding() -> Config {
-    Config {
-        when_lost: WhenLost::Hold,
-        ..Config::default()
-    }
-}
 
 /// The access to a lost page gets SIGBUS, in threads that wait and in later ones. Another page is
 /// served.
@@ -58,7 +51,7 @@ fn a_lost_page_is_poisoned() {
 fn a_lost_page_is_held() {
     let uffd = removals();
     let source = Arc::new(Manual::default());
-    let bed = Bed::with(source.clone(), 3, holding());
+    let bed = Bed::losing(source.clone(), 3, WhenLost::Hold);
     let vmm = Vmm::connect(&bed, uffd, 0, 3);
     let memory = vmm.memory;
     thread::scope(|scope| {
@@ -81,7 +74,7 @@ fn a_lost_page_is_held() {
 #[test]
 fn a_fault_outside_of_the_regions_is_held() {
     let uffd = removals();
-    let bed = Bed::with(Arc::new(Words), 4, holding());
+    let bed = Bed::losing(Arc::new(Words), 4, WhenLost::Hold);
     let all = Memory::anonymous(2, PAGE_SIZE as u64);
     // SAFETY: 1. the memory stays mapped, and is accessed only by atomics.
     unsafe { uffd.register(all.range()) }.unwrap();
@@ -102,7 +95,7 @@ fn a_fault_outside_of_the_regions_is_held() {
 /// The missing pages of moved memory are lost, and faults at the new addresses are outside.
 #[test]
 fn moved_memory_is_not_followed() {
-    let bed = Bed::with(Arc::new(Words), 8, holding());
+    let bed = Bed::losing(Arc::new(Words), 8, WhenLost::Hold);
     let vmm = Vmm::connect(&bed, with_features(EVENT_REMAP), 0, 8);
     let (memory, target) = (vmm.memory, Memory::anonymous(4, PAGE_SIZE as u64));
     assert_eq!(memory.read_whole(0), word(0));
@@ -184,8 +177,7 @@ fn a_fork_is_reported() {
 fn an_answer_does_not_wait_for_the_event_thread() {
     let uffd = with_features(EVENT_REMAP);
     let source = Arc::new(Manual::default());
-    let (config, reports, gate) = gated(WhenLost::Hold);
-    let bed = Bed::with(source.clone(), 8, config);
+    let (bed, reports, gate) = gated(source.clone(), 8);
     let vmm = Vmm::connect(&bed, uffd, 0, 8);
     let (memory, target) = (vmm.memory, Memory::anonymous(1, PAGE_SIZE as u64));
     thread::scope(|scope| {
@@ -228,7 +220,7 @@ fn an_answer_does_not_wait_for_the_event_thread() {
 fn threads_that_wait_in_moved_memory_are_woken() {
     let uffd = with_features(EVENT_REMAP);
     let source = Arc::new(Manual::default());
-    let bed = Bed::with(source.clone(), 2, holding());
+    let bed = Bed::losing(source.clone(), 2, WhenLost::Hold);
     let vmm = Vmm::connect(&bed, uffd, 0, 2);
     let memory = vmm.memory;
     let waits = thread::spawn(move || memory.read(0));
@@ -251,7 +243,7 @@ fn threads_that_wait_in_moved_memory_are_woken() {
 fn a_dead_service_is_said() {
     let uffd = removals();
     let source = Arc::new(Manual::default());
-    let bed = Bed::with(source.clone(), 3, holding());
+    let bed = Bed::losing(source.clone(), 3, WhenLost::Hold);
     let vmm = Vmm::connect(&bed, uffd, 0, 3);
     let memory = vmm.memory;
     let _waits = [0, 1].map(|page| {

@@ -64,9 +64,7 @@ fn random_threads((uffd, touches): (Userfaultfd, bool), is_filled: bool, seed: u
     let source = || Arc::new(Injected::new(Words, faults.clone()).unwrap());
     let image = Image {
         fill: is_filled.then(|| all(source())),
-        source: source(),
-        pages: PageCount::new(pages),
-        record: None,
+        ..Image::new(source(), PageCount::new(pages))
     };
     let bed = Bed::of(image, Config::default());
     let memory = Memory::anonymous(pages, 4096);

@@ -1,7 +1,6 @@
 //! Pages that the VM takes away: their old content never comes back.
 
 use crate::vmm::{Bed, Manual, Vmm, Words, content, gated, removals, word};
-use lacuna_pager::WhenLost;
 use lacuna_skip::test;
 use lacuna_source::Answer;
 use std::sync::Arc;
@@ -130,8 +129,7 @@ fn old_content_never_comes_back() {
 fn a_removal_waits_for_the_thread_that_has_checked_a_state() {
     let uffd = removals();
     let source = Arc::new(Manual::default());
-    let (config, reports, opened) = gated(WhenLost::Hold);
-    let bed = Bed::with(source.clone(), 2, config);
+    let (bed, reports, opened) = gated(source.clone(), 2);
     let vmm = Vmm::connect(&bed, uffd, 0, 2);
     let memory = vmm.memory;
     thread::scope(|scope| {

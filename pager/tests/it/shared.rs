@@ -2,7 +2,7 @@
 
 use crate::vmm::{Bed, Manual, Words, content, word};
 use lacuna_addr::{PAGE_SIZE, PageCount};
-use lacuna_pager::{Config, WhenLost};
+use lacuna_pager::WhenLost;
 use lacuna_pager_client::{Accesses, Client, ClientError, PagedMemory};
 use lacuna_skip::test;
 use lacuna_source::{Answer, PageRequest, PageSource};
@@ -222,11 +222,7 @@ fn clones_at_random() {
 #[test]
 fn a_lost_page_is_lost_for_all() {
     let source = Arc::new(Manual::default());
-    let config = Config {
-        when_lost: WhenLost::Hold,
-        ..Config::default()
-    };
-    let bed = Bed::with(source.clone(), 1, config);
+    let bed = Bed::losing(source.clone(), 1, WhenLost::Hold);
     // They live as long as the threads, which wait for ever.
     let clones = [(); 2].map(|()| Arc::new(clone_of(&bed)));
     let _wait = clones.each_ref().map(|memory| {

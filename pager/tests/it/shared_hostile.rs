@@ -3,7 +3,7 @@
 use crate::shared::{Sparse, clone_of, smaps, wait_for_requests, whole};
 use crate::vmm::{Bed, Manual, Memory, Words, content, or_skip, removals, word};
 use lacuna_addr::{HvaRange, Level, PAGE_SIZE};
-use lacuna_pager::{Config, WhenLost};
+use lacuna_pager::WhenLost;
 use lacuna_pager_client::Accesses;
 use lacuna_skip::test;
 use lacuna_source::{HandlerRegion, SourcePage, send_regions, send_text};
@@ -167,11 +167,7 @@ fn pages_that_the_kernel_unmaps_come_back() {
 /// Memory that is no mapping of the file: its pages are lost, and other VMs are served.
 #[test]
 fn other_memory_than_the_files_is_lost() {
-    let config = Config {
-        when_lost: WhenLost::Hold,
-        ..Config::default()
-    };
-    let bed = Bed::with(Arc::new(Words), 4, config);
+    let bed = Bed::losing(Arc::new(Words), 4, WhenLost::Hold);
     let (socket, _file) = file_of(&bed);
     let uffd = descriptor(VmmMemory::Anonymous);
     let area = Arc::new(MissingArea::anonymous(4, uffd).unwrap());

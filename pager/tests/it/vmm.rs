@@ -171,14 +171,13 @@ impl Bed {
         Self::with(source, pages, Config::default())
     }
 
+    pub fn losing(source: Arc<dyn PageSource>, pages: u64, when_lost: WhenLost) -> Self {
+        let image = Image::new(source, PageCount::new(pages));
+        Self::of(Image { when_lost, ..image }, Config::default())
+    }
+
     pub fn with(source: Arc<dyn PageSource>, pages: u64, config: Config) -> Self {
-        let image = Image {
-            source,
-            pages: PageCount::new(pages),
-            fill: None,
-            record: None,
-        };
-        Self::of(image, config)
+        Self::of(Image::new(source, PageCount::new(pages)), config)
     }
 
     pub fn of(image: Image, config: Config) -> Self {
@@ -282,13 +281,13 @@ impl PageSource for Manual {
     }
 }
 
-/// Settings whose report sends to the first channel, and then waits for the second one.
-pub fn gated(when_lost: WhenLost) -> (Config, Receiver<()>, Sender<()>) {
+/// A pager that holds lost pages. Its report sends to the first channel, and then waits for the
+/// second one.
+pub fn gated(source: Arc<dyn PageSource>, pages: u64) -> (Bed, Receiver<()>, Sender<()>) {
     let (opened, gate) = channel::<()>();
     let (reported, reports) = channel();
     let gate = Mutex::new((reported, gate));
     let config = Config {
-        when_lost,
         report: Arc::new(move |_| {
             let (reported, gate) = &*gate.lock().unwrap();
             // At the end of a test there is no other side.
@@ -297,5 +296,10 @@ pub fn gated(when_lost: WhenLost) -> (Config, Receiver<()>, Sender<()>) {
         }),
         ..Config::default()
     };
-    (config, reports, opened)
+    let image = Image::new(source, PageCount::new(pages));
+    let image = Image {
+        when_lost: WhenLost::Hold,
+        ..image
+    };
+    (Bed::of(image, config), reports, opened)
 }

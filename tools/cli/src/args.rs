@@ -39,7 +39,7 @@ pub use machine::RunOn;
 pub use memory::WrongMemory;
 pub use migrate::{MODES, MigrateArgs};
 pub use offload::{OffloadArgs, OffloadCommand, OffloadOn, OffloadRestoreArgs, OffloadSaveArgs};
-pub use pager::{Lost, PagerArgs};
+pub use pager::{Lost, PagedImage, PagerArgs};
 pub use pager_test::{CHECK_ONE, PagerTestArgs};
 pub use pages::{PagesFrom, Patience};
 pub use run::{Backend, Cpu, RunArgs, SwapMedium, SwapSpec, THP, temp_dir};
@@ -151,10 +151,10 @@ impl FromStr for JsonTarget {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
-    pub(super) fn parse(line: &str) -> Result<Cli, clap::Error> {
+    pub(crate) fn parse(line: &str) -> Result<Cli, clap::Error> {
         Cli::try_parse_from(line.split_whitespace())
     }
 

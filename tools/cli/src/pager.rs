@@ -1,28 +1,23 @@
 //! `lacuna pager`: fills the memory of other VMMs' guests.
 
-use crate::args::{PagerArgs, Patience};
-use crate::exit::{Exit, transport_refusal};
+mod image;
+mod settings;
+
+use crate::args::{Output, PagerArgs};
+use crate::exit::Exit;
 use crate::live::{columns, fit};
 use crate::metrics::MetricsSocket;
 use crate::output::{check_target, complain, write_result_until_signal};
 use crate::progress;
 use crate::run::{Refusal, catch_signals, exit_of};
 use crate::signals::Signals;
-use crate::size::Size;
-use crate::source::{open_to_serve, whole_pages};
-use lacuna::PageCount;
+use image::{ImageReport, OpenImage};
 use lacuna::metrics::Metrics;
 use lacuna::migrate::transport::PrivateSocket;
-use lacuna::source::{
-    Measured, PageSource, Policy, TouchedMemory, Touches, TouchesError, WhenGone,
-};
-use lacuna_lab::report::{short, time};
-use lacuna_pager::{Config, Fill, FillRate, Image, Pager, Record};
+use lacuna_lab::report::short;
+use lacuna_pager::{Config, Pager};
 use serde::Serialize;
-use std::fs::{Permissions, set_permissions};
-use std::num::NonZeroU64;
-use std::os::unix::fs::PermissionsExt as _;
-use std::path::PathBuf;
+use settings::Settings;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -34,14 +29,11 @@ const LOOK: Duration = Duration::from_millis(200);
 /// The most messages of the pager that wait to be printed.
 const MESSAGES: usize = 256;
 
-type Source = Measured<Box<dyn PageSource>>;
-
 /// The result of `lacuna pager`, as JSON.
 #[derive(Serialize)]
 struct PagerReport {
     command: String,
-    source: String,
-    memory_bytes: u64,
+    images: Vec<ImageReport>,
     outcome: String,
     exit_code: u8,
     seconds: f64,
@@ -57,8 +49,6 @@ struct PagerReport {
     zeros: u64,
     removals: u64,
     lost: u64,
-    p50_ns: u128,
-    p99_ns: u128,
 }
 
 /// Serves VMs as `args` say, until a signal arrives and the served VMs have ended; prints a summary
@@ -70,19 +60,10 @@ pub fn pager(args: &PagerArgs) -> Exit {
 fn pager_until_signal(args: &PagerArgs) -> Result<Exit, Refusal> {
     let signals = catch_signals(&Arc::default())?;
     check_target(&args.output)?;
-    let pages = args
-        .memory
-        .map(|memory| whole_pages(memory.0))
-        .transpose()?;
-    let policy = Patience::policy(args.patience);
-    // The first signal must not end the reads of served VMs.
-    let never = Arc::default();
-    let (source, pages) = open_to_serve(&args.from, pages, policy, &never)?;
-    let source = Arc::new(Measured::new(source));
-    let record = record(args, pages)?;
-    let fill = fill(args, pages)?;
-    let metrics = args.metrics.map(MetricsSocket::open).transpose()?;
-    let socket = PrivateSocket::bind(&args.socket).map_err(transport_refusal)?;
+    let settings = Settings::of(args)?;
+    let images = settings.images.into_iter().map(OpenImage::open);
+    let images = &images.collect::<Result<Vec<_>, _>>()?;
+    let metrics = settings.metrics.map(MetricsSocket::open).transpose()?;
     // The pager reports under the lock of a VM, and stderr may block.
     let (sender, messages) = sync_channel(MESSAGES);
     let unsaid = Arc::new(AtomicU64::new(0));
@@ -92,53 +73,33 @@ fn pager_until_signal(args: &PagerArgs) -> Result<Exit, Refusal> {
             counts.fetch_add(1, Ordering::Relaxed);
         }
     };
-    let mut config = Config {
-        when_lost: args.when_lost.into(),
+    let pager = Pager::new(Config {
         report: Arc::new(report),
         ..Config::default()
-    };
-    if !args.users.is_empty() {
-        config.users.extend(&args.users);
-        // Each user can connect, and the pager refuses all but these.
-        let opened = set_permissions(&args.socket, Permissions::from_mode(0o666));
-        opened.map_err(|error| host(format!("{}: {error}", args.socket.display())))?;
-    }
-    let listener = socket.listener().try_clone();
-    let listener = listener.map_err(|error| host(format!("no descriptor is left: {error}")))?;
-    let pager = Pager::new(config);
-    let pager = pager.map_err(|error| host(format!("no descriptor is left: {error}")))?;
-    let image = Image {
-        source: Arc::clone(&source) as Arc<dyn PageSource>,
-        pages,
-        fill,
-        record: record.clone(),
-    };
-    let serves = pager.serve(listener, image);
-    serves.map_err(|error| host(format!("cannot start a thread: {error}")))?;
-    let metrics_of = || {
+    });
+    let pager = &pager.map_err(|error| host(format!("no descriptor is left: {error}")))?;
+    let sockets = images.iter().map(|image| image.serve(pager));
+    let sockets = sockets.collect::<Result<Vec<_>, _>>()?;
+    let fill = || {
         let mut to = Metrics::default();
         pager.stats().fill(&mut to);
-        source.stats().fill(&mut to);
+        images.iter().for_each(|image| image.fill(&mut to));
         to
     };
     let began = Instant::now();
     thread::scope(|scope| {
-        let serving = metrics
-            .as_ref()
-            .map(|socket| socket.start(scope, &metrics_of));
+        let serving = metrics.as_ref().map(|socket| socket.start(scope, &fill));
         let serving = serving.transpose();
         let _serving = serving.map_err(|error| host(format!("--metrics: {error}")))?;
         let serves = Serves {
-            args,
-            memory: pages.bytes(),
-            source: &source,
-            pager: &pager,
+            output: &args.output,
+            images,
+            pager,
             messages: &messages,
             unsaid: &unsaid,
-            record: record.as_deref(),
             began,
         };
-        serves.until_signal(&signals, socket)
+        serves.until_signal(&signals, sockets)
     })
 }
 
@@ -146,78 +107,35 @@ fn host(text: String) -> Refusal {
     (Exit::Host, text)
 }
 
-/// The record of `--record`. An unwritable file is refused before a VM is served.
-fn record(args: &PagerArgs, pages: PageCount) -> Result<Option<Arc<Record>>, Refusal> {
-    let record = |path: &PathBuf| {
-        Touches::check_target(path)?;
-        Ok(Arc::new(Record::new(path.clone(), pages)))
-    };
-    let record = args.record.as_ref().map(record).transpose();
-    record.map_err(|error: TouchesError| (Exit::Usage, format!("--record: {error}")))
-}
-
-/// What `--working-set` and `--fill` bring.
-fn fill(args: &PagerArgs, pages: PageCount) -> Result<Option<Fill>, Refusal> {
-    if args.working_set.is_none() && !args.fill {
-        return Ok(None);
-    }
-    let memory = TouchedMemory {
-        checksum: None,
-        pages: pages.get(),
-    };
-    let working_set = args.working_set.as_deref();
-    let working_set = working_set.map(|path| Touches::load(path, memory));
-    let refused = |error: TouchesError| (Exit::Usage, format!("--working-set: {error}"));
-    let rate = args.fill_rate.map(|size| {
-        let rate = NonZeroU64::new(size.0);
-        rate.map(FillRate::new).ok_or((
-            Exit::Usage,
-            "--fill-rate 0 brings nothing: give more".into(),
-        ))
-    });
-    // The faults' source decides about lost pages. This one waits.
-    let policy = Policy {
-        when_gone: WhenGone::Hold,
-        ..Policy::default()
-    };
-    let (source, _) = open_to_serve(&args.from, Some(pages), policy, &Arc::default())?;
-    Ok(Some(Fill {
-        source: Arc::from(source),
-        working_set: working_set.transpose().map_err(refused)?,
-        is_whole: args.fill,
-        rate: rate.transpose()?,
-    }))
-}
-
 /// A pager at work.
 struct Serves<'a> {
-    args: &'a PagerArgs,
-    memory: u64,
-    source: &'a Source,
+    output: &'a Output,
+    images: &'a [OpenImage],
     pager: &'a Pager,
     /// What the pager reports.
     messages: &'a Receiver<String>,
     /// Messages that found no room.
     unsaid: &'a AtomicU64,
-    /// What the first VM needs.
-    record: Option<&'a Record>,
     began: Instant,
 }
 
 impl Serves<'_> {
-    /// Serves until there is a signal, and then until no VM is left. `socket` accepts VMs until the
+    /// Serves until there is a signal, and then until no VM is left. `sockets` accept VMs until the
     /// signal.
-    fn until_signal(&self, signals: &Signals, socket: PrivateSocket) -> Result<Exit, Refusal> {
-        let live = progress::line(self.args.output.quiet);
-        let mut socket = Some(socket);
+    fn until_signal(
+        &self,
+        signals: &Signals,
+        sockets: Vec<PrivateSocket>,
+    ) -> Result<Exit, Refusal> {
+        let live = progress::line(self.output.quiet);
+        let mut sockets = Some(sockets);
         let signal = loop {
             live.suspend(|| self.print_messages());
             if let Some(signal) = signals.caught() {
-                let is_first = socket.take().is_some();
-                if is_first && let Some(record) = self.record {
+                let is_first = sockets.take().is_some();
+                if is_first {
                     // The second signal leaves no time for it.
-                    let saved = record.save();
-                    saved.unwrap_or_else(|error| complain(&error.to_string()));
+                    self.images.iter().for_each(OpenImage::save_record);
                 }
                 // Before the count, which only falls afterwards.
                 self.pager.stop_accepting();
@@ -242,11 +160,10 @@ impl Serves<'_> {
         live.finish_and_clear();
         self.print_messages();
         let exit = Exit::Interrupted(signal);
-        let (stats, pages) = (self.pager.stats(), self.source.stats());
+        let stats = self.pager.stats();
         let report = PagerReport {
             command: std::env::args().collect::<Vec<_>>().join(" "),
-            source: self.args.from.to_string(),
-            memory_bytes: self.memory,
+            images: self.images.iter().map(OpenImage::report).collect(),
             outcome: format!("ended by {signal}"),
             exit_code: exit.code(),
             seconds: self.began.elapsed().as_secs_f64(),
@@ -262,12 +179,15 @@ impl Serves<'_> {
             zeros: stats.counts.zeros,
             removals: stats.counts.removals,
             lost: stats.counts.lost,
-            p50_ns: pages.p50.as_nanos(),
-            p99_ns: pages.p99.as_nanos(),
         };
         let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
-        let text = self.line() + "\n";
-        write_result_until_signal(&self.args.output, &text, &(json + "\n"), signals)?;
+        let each = self.images.iter();
+        let each = each.map(|image| format!("image     {}: {}\n", image.name(), image.times()));
+        let text = match self.images {
+            [_] => self.line() + "\n",
+            _ => self.line() + "\n" + &each.collect::<String>(),
+        };
+        write_result_until_signal(self.output, &text, &(json + "\n"), signals)?;
         Ok(exit)
     }
 
@@ -282,26 +202,27 @@ impl Serves<'_> {
     }
 
     fn line(&self) -> String {
-        let (stats, pages) = (self.pager.stats(), self.source.stats());
+        let stats = self.pager.stats();
         let seconds = self.began.elapsed().as_secs_f64().max(1e-3);
-        let [p50, p99] = [pages.p50, pages.p99].map(|t| time(t.as_nanos() as u64));
+        let (what, times) = match self.images {
+            [one] => (one.name(), format!(", {}", one.times())),
+            many => (format!("{} images", many.len()), String::new()),
+        };
         let lost = match stats.counts.lost {
             0 => String::new(),
             lost => format!(", {lost} lost"),
         };
-        let outage = self.source.outage();
-        let outage = outage.map_or_else(String::new, |why| format!("; it gives no page: {why}"));
+        let provided = self
+            .images
+            .iter()
+            .map(|image| image.provided());
+        let provided = provided.sum::<u64>();
         format!(
-            "paging    {} from {} at {}: {} VMs, {} so far, {} refused; {} pages{lost}, {}/s, p50 \
-             {p50}, p99 {p99}{outage}",
-            Size(self.memory),
-            self.args.from,
-            self.args.socket.display(),
+            "paging    {what}: {} VMs, {} so far, {} refused; {provided} pages{lost}, {}/s{times}",
             stats.vms,
             stats.accepted,
             stats.refused,
-            pages.provided,
-            short(pages.provided as f64 / seconds),
+            short(provided as f64 / seconds),
         )
     }
 }

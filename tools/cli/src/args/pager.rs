@@ -3,57 +3,26 @@
 use super::{Output, PagesFrom, Patience};
 use crate::exit::EXIT_CODES;
 use crate::size::Size;
-use clap::{ArgGroup, Args, ValueEnum};
+use clap::{Args, ValueEnum};
 use lacuna_pager::WhenLost;
+use serde::Deserialize;
+use serde::de::{Deserializer, Error, SeqAccess, Visitor};
+use std::fmt;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
 /// `lacuna pager`.
 #[derive(Clone, PartialEq, Debug, Args)]
 #[command(after_help = EXIT_CODES)]
-#[command(group = ArgGroup::new("fills").args(["fill", "working_set"]).multiple(true))]
 pub struct PagerArgs {
-    /// The socket to make. A VMM connects to it, such as Firecracker with this path as the
-    /// backend_path of a snapshot's mem_backend
-    #[arg(long, value_name = "SOCKET")]
-    pub socket: PathBuf,
-    /// Where the pages of all VMs come from: zeros, file:PATH, file:BASE+DIFF, snapshot:PATH,
-    /// objects:URL or peer:PATH, as in lacuna run --pages-from
-    #[arg(long, value_name = "SOURCE")]
-    pub from: PagesFrom,
-    /// Memory of the source [default: all that it has]
-    #[arg(long, value_name = "SIZE")]
-    pub memory: Option<Size>,
-    /// How long the source may take for a page, until the page is lost; or forever [default: 10s]
-    #[arg(long, value_name = "TIME|forever")]
-    pub patience: Option<Patience>,
-    /// What a VM gets that needs a lost page: poison (SIGBUS at each access), kill (its VMM is
-    /// ended by SIGKILL) or hold (it waits). Never zeros
-    #[arg(
-        long,
-        value_enum,
-        default_value = "poison",
-        value_name = "poison|kill|hold"
-    )]
-    pub when_lost: Lost,
-    /// Record which pages the first VM needs, in the order of first touch; written to this file
-    /// when the VM ends, and at the first signal
-    #[arg(long, value_name = "FILE", conflicts_with = "fills")]
-    pub record: Option<PathBuf>,
-    /// Bring the pages of this record to each VM before it needs them
-    #[arg(long, value_name = "FILE")]
-    pub working_set: Option<PathBuf>,
-    /// Bring all pages to each VM before it needs them, those of --working-set first
-    #[arg(long)]
-    pub fill: bool,
-    /// The most bytes that --fill and --working-set bring in a second, to all VMs together
-    /// [default: no limit]
-    #[arg(long, value_name = "SIZE", requires = "fills")]
-    pub fill_rate: Option<Size>,
-    /// Serve the VMs of this user too; by default, only this process's user. All users can then
-    /// connect, and others are refused
-    #[arg(long = "user", value_name = "UID")]
-    pub users: Vec<u32>,
+    /// Several images, each with its socket, and all other settings from this file instead of the
+    /// options; docs/pager.md has an example
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["PagedImage", "metrics"])]
+    pub config: Option<PathBuf>,
+    /// One image
+    #[command(flatten)]
+    pub image: Option<PagedImage>,
     /// As lacuna run --metrics, with the counters of the pager
     #[arg(long, value_name = "IP:PORT")]
     pub metrics: Option<SocketAddr>,
@@ -62,10 +31,121 @@ pub struct PagerArgs {
     pub output: Output,
 }
 
+/// A socket, and what its VMs get: options of the command line, or an `[[image]]` of a file.
+#[derive(Clone, PartialEq, Debug, Args, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct PagedImage {
+    /// The socket to make. A VMM connects to it, such as Firecracker with this path as the
+    /// backend_path of a snapshot's mem_backend
+    #[arg(
+        long,
+        value_name = "SOCKET",
+        required = false,
+        required_unless_present = "config"
+    )]
+    pub socket: PathBuf,
+    /// Where the pages of all VMs come from: zeros, file:PATH, file:BASE+DIFF, snapshot:PATH,
+    /// objects:URL or peer:PATH, as in lacuna run --pages-from
+    #[arg(
+        long,
+        value_name = "SOURCE",
+        required = false,
+        required_unless_present = "config"
+    )]
+    #[serde(alias = "layers", deserialize_with = "source")]
+    pub from: PagesFrom,
+    /// Memory of the source [default: all that it has]
+    #[arg(long, value_name = "SIZE")]
+    #[serde(default, deserialize_with = "text")]
+    pub memory: Option<Size>,
+    /// How long the source may take for a page, until the page is lost; or forever [default: 10s]
+    #[arg(long, value_name = "TIME|forever")]
+    #[serde(default, deserialize_with = "text")]
+    pub patience: Option<Patience>,
+    /// What a VM gets that needs a lost page: poison (SIGBUS at each access), kill (its VMM is
+    /// ended by SIGKILL) or hold (it waits). Never zeros [default: poison]
+    #[arg(long, value_enum, value_name = "poison|kill|hold")]
+    pub when_lost: Option<Lost>,
+    /// Record which pages the first VM needs, in the order of first touch; written to this file
+    /// when the VM ends, and at the first signal; without the next three options
+    #[arg(long, value_name = "FILE")]
+    pub record: Option<PathBuf>,
+    /// Bring the pages of this record to each VM before it needs them
+    #[arg(long, value_name = "FILE")]
+    pub working_set: Option<PathBuf>,
+    /// Bring all pages to each VM before it needs them, those of --working-set first
+    #[arg(long)]
+    #[serde(default)]
+    pub fill: bool,
+    /// The most bytes that --fill and --working-set bring in a second, to all VMs together
+    /// [default: no limit]
+    #[arg(long, value_name = "SIZE")]
+    #[serde(default, deserialize_with = "text")]
+    pub fill_rate: Option<Size>,
+    /// Serve the VMs of this user too; by default, only this process's user. All users can then
+    /// connect, and others are refused
+    #[arg(long = "user", value_name = "UID")]
+    #[serde(default)]
+    pub users: Vec<u32>,
+}
+
+impl PagedImage {
+    /// Whether it brings pages before a VM needs them.
+    pub fn fills(&self) -> bool {
+        self.fill || self.working_set.is_some()
+    }
+
+    /// Relative paths are below `folder`.
+    pub fn below(&mut self, folder: &Path) {
+        self.socket = folder.join(&self.socket);
+        self.from.below(folder);
+        let files = self.record.iter_mut().chain(&mut self.working_set);
+        files.for_each(|file| *file = folder.join(&*file));
+    }
+}
+
+/// A value that the command line has as text too.
+fn text<'de, T, D>(deserializer: D) -> Result<Option<T>, D::Error>
+where
+    T: FromStr<Err: fmt::Display>,
+    D: Deserializer<'de>,
+{
+    let text = String::deserialize(deserializer)?;
+    text.parse().map(Some).map_err(D::Error::custom)
+}
+
+/// A source as text, or a list of memory files.
+fn source<'de, D: Deserializer<'de>>(deserializer: D) -> Result<PagesFrom, D::Error> {
+    struct Source;
+
+    impl<'de> Visitor<'de> for Source {
+        type Value = PagesFrom;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a source such as \"file:PATH\", or a list: a memory file and its diffs")
+        }
+
+        fn visit_str<E: Error>(self, text: &str) -> Result<PagesFrom, E> {
+            text.parse().map_err(E::custom)
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut all: A) -> Result<PagesFrom, A::Error> {
+            let mut files = Vec::<PathBuf>::new();
+            while let Some(file) = all.next_element()? {
+                files.push(file);
+            }
+            PagesFrom::files(files).ok_or_else(|| A::Error::invalid_length(0, &self))
+        }
+    }
+    deserializer.deserialize_any(Source)
+}
+
 /// `--when-lost`.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, ValueEnum, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Lost {
     /// Each access gets SIGBUS
+    #[default]
     Poison,
     /// The VMM is ended
     Kill,

@@ -2,8 +2,9 @@
 
 use crate::size::parse_duration;
 use lacuna::source::{Policy, WhenGone};
+use lacuna_control::store::url;
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -46,6 +47,19 @@ impl PagesFrom {
             true => Self::File(base),
             false => Self::Layers { base, diffs },
         })
+    }
+
+    /// Relative paths are below `folder`.
+    pub fn below(&mut self, folder: &Path) {
+        let place = |path: &mut PathBuf| *path = folder.join(&path);
+        match self {
+            Self::Zeros | Self::Object(_) => {}
+            Self::Snapshot(path) if url(path).is_some() => {}
+            Self::File(path) | Self::Snapshot(path) | Self::Peer(path) | Self::Handler(path) => {
+                place(path);
+            }
+            Self::Layers { base, diffs } => [base].into_iter().chain(diffs).for_each(place),
+        }
     }
 }
 

@@ -65,7 +65,10 @@ impl Pager {
             stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
             let mut answer = String::new();
             stream.read_to_string(&mut answer).unwrap();
-            assert!(answer.contains("\nlacuna_source_asked_total "), "{answer}");
+            assert!(
+                answer.contains("\nlacuna_source_asked_total{image=\""),
+                "{answer}"
+            );
             if answer.contains(&wanted) {
                 return;
             }
@@ -190,11 +193,11 @@ fn wrong_options_are_refused() {
         ),
         (
             "--from zeros --memory 1M --record /tmp/r --fill",
-            "cannot be used with",
+            "--record cannot be used with --fill",
         ),
         (
             "--from zeros --memory 1M --fill-rate 1M",
-            "required arguments",
+            "--fill-rate limits --fill",
         ),
         (
             "--from zeros --memory 1M --fill --fill-rate 0",

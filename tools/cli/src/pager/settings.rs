@@ -1,0 +1,87 @@
+//! What `lacuna pager` serves: from its options, or from the file of `--config`.
+
+use crate::args::{PagedImage, PagerArgs};
+use crate::exit::Exit;
+use serde::Deserialize;
+use std::net::SocketAddr;
+use std::path::Path;
+use toml::Spanned;
+
+/// The settings of a pager. Both forms make the same.
+#[derive(PartialEq, Debug)]
+pub struct Settings {
+    /// At least one.
+    pub images: Vec<PagedImage>,
+    /// Where the counters are.
+    pub metrics: Option<SocketAddr>,
+}
+
+/// The file.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct File {
+    #[serde(default)]
+    image: Vec<Spanned<PagedImage>>,
+    metrics: Option<SocketAddr>,
+}
+
+impl Settings {
+    /// The settings in `args`, or in their file.
+    ///
+    /// # Errors
+    /// The file cannot be read, or is wrong.
+    pub fn of(args: &PagerArgs) -> Result<Self, (Exit, String)> {
+        let Some(path) = &args.config else {
+            return Ok(Self {
+                images: args.image.iter().cloned().collect(),
+                metrics: args.metrics,
+            });
+        };
+        let text = std::fs::read_to_string(path);
+        let text = text.map_err(|error| (Exit::Usage, format!("{}: {error}", path.display())))?;
+        Self::parse(&text, path).map_err(|wrong| (Exit::Usage, wrong))
+    }
+
+    /// The settings in `text`, the content of the file at `path`.
+    ///
+    /// # Errors
+    /// The text is wrong: the file, the line, and what to do.
+    pub fn parse(text: &str, path: &Path) -> Result<Self, String> {
+        let wrong = |at: usize, what: &str| {
+            let before = text.as_bytes().iter().take(at);
+            let line = 1 + before.filter(|byte| **byte == b'\n').count();
+            format!("{}:{line}: {what}", path.display())
+        };
+        let file: File = toml::from_str(text).map_err(|error| {
+            let what = error.message().replace('\n', " ");
+            let at = error.span().map_or(0, |span| span.start);
+            wrong(at, &format!("{what}; docs/pager.md has an example"))
+        })?;
+        if file.image.is_empty() {
+            return Err(wrong(
+                0,
+                "there is no [[image]]: add one, with socket and from",
+            ));
+        }
+        let folder = path.parent().unwrap_or(Path::new(""));
+        let mut images = Vec::<PagedImage>::new();
+        for image in file.image {
+            let at = image.span().start;
+            let mut image = image.into_inner();
+            image.below(folder);
+            if images.iter().any(|other| other.socket == image.socket) {
+                let socket = image.socket.display();
+                let what = format!("another image has the socket {socket}: give each its own");
+                return Err(wrong(at, &what));
+            }
+            images.push(image);
+        }
+        Ok(Self {
+            images,
+            metrics: file.metrics,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;
