@@ -20,31 +20,23 @@ use std::time::{Duration, Instant};
 /// How often a waiting thread looks at the caller's wish to end.
 pub const LOOK: Duration = Duration::from_millis(200);
 
-/// How long a wait for a frame lasts.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Wait {
-    /// As long as a VMM may be silent.
-    Patience,
-    /// Until it comes: a guest may need no page for days.
-    Forever,
-}
-
 /// A stream socket, whose other end belongs to this user.
 pub struct Connection {
     socket: UnixStream,
-    patience: Duration,
+    patience: Option<Duration>,
     stop: Arc<AtomicBool>,
 }
 
 impl Connection {
     /// Takes `socket` if its other process has this process's user. Memory files and guest memory
-    /// are for no other user, whatever the permissions of the socket's file.
+    /// are for no other user, whatever the permissions of the socket's file. `patience`: how long
+    /// the VMM may be silent, or for ever.
     ///
     /// # Errors
     /// Another user, or the socket has no peer.
     pub fn new(
         socket: UnixStream,
-        patience: Duration,
+        patience: Option<Duration>,
         stop: &Arc<AtomicBool>,
     ) -> Result<Self, OffloadError> {
         let failed = OffloadError::system("examine the VMM's process");
@@ -52,26 +44,26 @@ impl Connection {
         if user != geteuid().as_raw() {
             return Err(OffloadError::User("the other end of the socket", user));
         }
-        // A zero timeout would be none.
-        let timeout = Some(patience.max(Duration::from_millis(1)));
-        socket
-            .set_write_timeout(timeout)
-            .map_err(|error| end(&error, patience))?;
+        // A zero timeout is refused.
+        let timeout = patience.map(|patience| patience.max(Duration::from_millis(1)));
         let stop = Arc::clone(stop);
-        Ok(Self {
+        let new = Self {
             socket,
             patience,
             stop,
-        })
+        };
+        let set = new.socket.set_write_timeout(timeout);
+        set.map_err(|error| new.end(&error))?;
+        Ok(new)
     }
 
     /// The next frame; `None` if the VMM has closed the connection before it.
     ///
     /// # Errors
     /// The frame is not whole or late.
-    pub fn frame(&self, wait: Wait) -> Result<Option<[u8; FRAME_BYTES]>, OffloadError> {
+    pub fn frame(&self) -> Result<Option<[u8; FRAME_BYTES]>, OffloadError> {
         let mut bytes = [0; FRAME_BYTES];
-        match self.some(&mut bytes, wait)? {
+        match self.some(&mut bytes)? {
             0 => return Ok(None),
             got => self.exact(&mut bytes[got..], "in the middle of a message")?,
         }
@@ -84,7 +76,7 @@ impl Connection {
     /// The VMM is silent, or has closed the connection.
     pub fn exact(&self, mut bytes: &mut [u8], when: &'static str) -> Result<(), OffloadError> {
         while !bytes.is_empty() {
-            match self.some(bytes, Wait::Patience)? {
+            match self.some(bytes)? {
                 0 => return Err(OffloadError::Closed(when)),
                 got => bytes = &mut bytes[got..],
             }
@@ -98,7 +90,7 @@ impl Connection {
     /// There is no descriptor, or more than one.
     pub fn descriptor(&self) -> Result<(u32, File), OffloadError> {
         const CLOSED: &str = "in the middle of MemoryFd";
-        self.readable(Wait::Patience)?;
+        self.readable()?;
         let mut bytes = [0; 4];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
         let mut rights = RecvAncillaryBuffer::new(&mut space);
@@ -141,7 +133,7 @@ impl Connection {
     /// The VMM does not read, or has closed the connection.
     pub fn send(&self, bytes: &[u8]) -> Result<(), OffloadError> {
         let sent = (&self.socket).write_all(bytes);
-        sent.map_err(|error| end(&error, self.patience))
+        sent.map_err(|error| self.end(&error))
     }
 
     /// Sends a response.
@@ -164,7 +156,7 @@ impl Connection {
     ) -> Result<(), OffloadError> {
         self.send(&Request { command, length }.bytes())?;
         payload(self)?;
-        let frame = self.frame(Wait::Patience)?;
+        let frame = self.frame()?;
         let frame = frame.ok_or(OffloadError::Closed("instead of a response"))?;
         match Response::parse(&frame)? {
             Response { is_ok: false, .. } => Err(OffloadError::Refused(command)),
@@ -188,8 +180,14 @@ impl Connection {
         let sent = sendmsg(&self.socket, &[IoSlice::new(&bytes)], &mut rights, flags);
         match sent {
             Ok(sent) => self.send(&bytes[sent..]),
-            Err(errno) => Err(end(&errno.into(), self.patience)),
+            Err(errno) => Err(self.end(&errno.into())),
         }
+    }
+
+    /// The same connection, for a message after which the caller's wish to end must wait.
+    pub fn unstoppable(self) -> Self {
+        let stop = Arc::default();
+        Self { stop, ..self }
     }
 
     /// Ends it: the VMM waits for no further response.
@@ -205,30 +203,43 @@ impl Connection {
     }
 
     /// Reads at least one byte, or 0 at the end of the stream.
-    fn some(&self, bytes: &mut [u8], wait: Wait) -> Result<usize, OffloadError> {
-        self.readable(wait)?;
+    fn some(&self, bytes: &mut [u8]) -> Result<usize, OffloadError> {
+        self.readable()?;
         match (&self.socket).read(bytes) {
             Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Ok(0),
-            read => read.map_err(|error| end(&error, self.patience)),
+            read => read.map_err(|error| self.end(&error)),
         }
     }
 
-    fn readable(&self, wait: Wait) -> Result<(), OffloadError> {
-        let until = Instant::now() + self.patience;
+    fn readable(&self) -> Result<(), OffloadError> {
+        let began = Instant::now();
         loop {
             if self.stop.load(Ordering::Relaxed) {
                 return Err(OffloadError::Interrupted);
             }
-            let left = match wait {
-                Wait::Patience => until.saturating_duration_since(Instant::now()),
-                Wait::Forever => LOOK,
-            };
-            if is_readable(&self.socket, left.min(LOOK))? {
+            let left = self
+                .patience
+                .map(|patience| patience.saturating_sub(began.elapsed()));
+            if is_readable(&self.socket, left.unwrap_or(LOOK).min(LOOK))? {
                 return Ok(());
             }
-            if left.is_zero() {
-                return Err(OffloadError::Silent(self.patience));
+            if let (Some(patience), Some(Duration::ZERO)) = (self.patience, left) {
+                return Err(OffloadError::Silent(patience));
             }
+        }
+    }
+
+    /// The failure of the socket.
+    fn end(&self, error: &io::Error) -> OffloadError {
+        match (Errno::from_io_error(error), self.patience) {
+            (Some(Errno::AGAIN), Some(patience)) => OffloadError::Silent(patience),
+            (Some(Errno::PIPE | Errno::CONNRESET), _) => {
+                OffloadError::Closed("in the middle of a message")
+            }
+            (errno, _) => OffloadError::System {
+                what: "use the connection to the VMM",
+                errno: errno.unwrap_or(Errno::IO),
+            },
         }
     }
 }
@@ -243,17 +254,5 @@ pub fn is_readable(fd: impl std::os::fd::AsFd, time: Duration) -> Result<bool, O
         Ok(ready) => Ok(ready > 0),
         Err(Errno::INTR) => Ok(false),
         Err(errno) => Err(OffloadError::system("wait for the VMM")(errno)),
-    }
-}
-
-/// The failure of a socket.
-fn end(error: &io::Error, patience: Duration) -> OffloadError {
-    match Errno::from_io_error(error) {
-        Some(Errno::AGAIN) => OffloadError::Silent(patience),
-        Some(Errno::PIPE | Errno::CONNRESET) => OffloadError::Closed("in the middle of a message"),
-        errno => OffloadError::System {
-            what: "use the connection to the VMM",
-            errno: errno.unwrap_or(Errno::IO),
-        },
     }
 }

@@ -1,6 +1,6 @@
 //! The pages of a restored VM that arrive after its state: by its faults, and in the background.
 
-use crate::connection::{Connection, Wait};
+use crate::connection::Connection;
 use crate::error::OffloadError;
 use crate::fetch::{Content, fetch};
 use crate::frame::{Command, FrameError, MemoryRange, Phase, RANGE_BYTES, Request};
@@ -57,7 +57,7 @@ impl Pages<'_> {
         connection: &Connection,
         source: &dyn PageSource,
     ) -> Result<(), OffloadError> {
-        while let Some(frame) = connection.frame(Wait::Forever)? {
+        while let Some(frame) = connection.frame()? {
             let command = Request::parse(&frame)?.command;
             match command {
                 Command::PageFault => {}

@@ -16,6 +16,7 @@ use rustix::io::Errno;
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::FileExt as _;
+use std::path::Path;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 const MISSING: u8 = 0;
@@ -129,18 +130,21 @@ fn memory_file(slot: &Slot) -> Result<File, Errno> {
     Ok(File::from(file))
 }
 
-/// Checks that the kernel makes no huge pages of single pages that are written to a memory file. A
-/// VMM that registers its memory for missing faults alone would find zeros in the rest of one.
+/// Where the kernel says which memory it gives huge pages.
+pub const HUGE_PAGES: &str = "/sys/kernel/mm/transparent_hugepage";
+
+/// Checks in `folder`, which is [`HUGE_PAGES`], that no page written to a memory file becomes a
+/// huge page. A VMM that registers its memory for missing faults alone would find zeros in its
+/// rest.
 ///
 /// # Errors
 /// It may.
-pub fn check_page_size() -> Result<(), OffloadError> {
-    const FOLDER: &str = "/sys/kernel/mm/transparent_hugepage";
-    let sizes = fs::read_dir(FOLDER).into_iter().flatten().flatten();
+pub fn check_page_size(folder: &Path) -> Result<(), OffloadError> {
+    let sizes = fs::read_dir(folder).into_iter().flatten().flatten();
     let of_sizes = sizes.map(|size| size.path());
     // A kernel without the files makes no huge pages.
     for file in of_sizes
-        .chain([FOLDER.into()])
+        .chain([folder.to_owned()])
         .map(|at| at.join("shmem_enabled"))
     {
         let text = fs::read_to_string(&file).unwrap_or_default();
@@ -159,6 +163,26 @@ pub fn check_page_size() -> Result<(), OffloadError> {
 mod tests {
     use super::*;
     use rustix::fs::{FallocateFlags, fallocate};
+
+    #[test]
+    fn huge_pages_of_any_size_are_refused() {
+        let folder = tempfile::TempDir::new().unwrap();
+        let size = folder.path().join("hugepages-64kB");
+        fs::create_dir(&size).unwrap();
+        assert!(check_page_size(folder.path()).is_ok());
+        for at in [folder.path(), &size] {
+            let file = at.join("shmem_enabled");
+            for (text, is_fine) in [
+                ("always within_size advise [never] deny force", true),
+                ("[always] within_size advise never", false),
+                ("always [within_size] advise never", false),
+                ("always within_size [advise] never", true),
+            ] {
+                fs::write(&file, text).unwrap();
+                assert_eq!(check_page_size(folder.path()).is_ok(), is_fine, "{text}");
+            }
+        }
+    }
 
     #[test]
     fn a_page_is_written_once_and_a_removed_one_gets_zeros() {

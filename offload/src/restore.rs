@@ -5,7 +5,7 @@ use crate::error::OffloadError;
 use crate::faults::Pages;
 use crate::fetch::fetch;
 use crate::frame::{Command, ROLE_FAULT};
-use crate::memory::{GuestMemory, check_page_size};
+use crate::memory::{GuestMemory, HUGE_PAGES, check_page_size};
 use crate::settings::Settings;
 use crate::snapshot::{CONFIG, STATE, Snapshot};
 use crate::sparse::CHUNK;
@@ -19,6 +19,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
+use std::time::Duration;
 
 /// When a VM's memory is put in place.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -116,7 +117,7 @@ impl Sender<'_> {
         if let Some(memory) = self.pages.memory {
             self.fill_before(memory)?;
         }
-        self.finish(&self.begin()?)
+        self.finish(self.begin()?)
     }
 
     fn fill_before(&self, memory: &GuestMemory) -> Result<(), OffloadError> {
@@ -146,25 +147,33 @@ impl Sender<'_> {
     /// Faults are served from before the state on: restoring devices reads memory.
     fn on_demand(&self, fill: Option<u64>) -> Result<(), OffloadError> {
         if self.pages.memory.is_some() {
-            check_page_size()?;
+            check_page_size(HUGE_PAGES.as_ref())?;
         }
         let main = self.begin()?;
         let never = Arc::new(AtomicBool::new(false));
-        let faults = self.connect(&never)?;
+        // A guest may need no page for days, and its VMM may be frozen in the middle of a message.
+        let faults = self.connect(None, &never)?;
         faults.send(&ROLE_FAULT.to_le_bytes())?;
         thread::scope(|scope| {
             let pages = self.pages;
             let serving = scope.spawn(|| pages.serve(&faults, self.sources.faults));
-            let finished = self.finish(&main);
-            if finished.is_err() {
-                // Ends the serving thread, whose VMM has no VM.
-                never.store(true, Ordering::Relaxed);
-            } else if let Some(memory) = pages.memory.filter(|_| fill != Some(0)) {
-                scope.spawn(move || pages.fill(memory, self.sources.fill, fill));
+            let finished = self.finish(main);
+            match (&finished, pages.memory) {
+                (Ok(()), Some(memory)) if fill != Some(0) => {
+                    scope.spawn(move || pages.fill(memory, self.sources.fill, fill));
+                }
+                (Ok(()), _) => {}
+                // The VMM may run the VM, and closes the connection if it does not.
+                (Err(error @ OffloadError::Silent(_)), _) => {
+                    let text = format!("{error}; the VM's faults are served meanwhile");
+                    self.settings.say(&text);
+                }
+                (Err(_), _) => never.store(true, Ordering::Relaxed),
             }
             let mut is_said = false;
             while !serving.is_finished() {
-                let stop = self.settings.stop.load(Ordering::Relaxed) && finished.is_ok();
+                let stop =
+                    self.settings.stop.load(Ordering::Relaxed) && !never.load(Ordering::Relaxed);
                 if stop && !std::mem::replace(&mut is_said, true) {
                     self.settings.say(
                         "the VM needs this daemon for its memory: it ends with the VM; another \
@@ -180,15 +189,19 @@ impl Sender<'_> {
         })
     }
 
-    fn connect(&self, stop: &Arc<AtomicBool>) -> Result<Connection, OffloadError> {
+    fn connect(
+        &self,
+        patience: Option<Duration>,
+        stop: &Arc<AtomicBool>,
+    ) -> Result<Connection, OffloadError> {
         let socket = UnixStream::connect(self.socket);
         let socket = socket.map_err(OffloadError::file(self.socket))?;
-        Connection::new(socket, self.settings.patience, stop)
+        Connection::new(socket, patience, stop)
     }
 
     /// Until the VMM has the configuration.
     fn begin(&self) -> Result<Connection, OffloadError> {
-        let connection = self.connect(&self.settings.stop)?;
+        let connection = self.connect(Some(self.settings.patience), &self.settings.stop)?;
         connection.request(Command::Start, 0, |_| Ok(()))?;
         let files = self.pages.memory.map_or(&[][..], GuestMemory::slots);
         for (slot, file) in files {
@@ -200,13 +213,14 @@ impl Sender<'_> {
     }
 
     /// The state, and the end of the migration.
-    fn finish(&self, connection: &Connection) -> Result<(), OffloadError> {
-        self.send_file(connection, Command::State, STATE)?;
+    fn finish(&self, connection: Connection) -> Result<(), OffloadError> {
+        self.send_file(&connection, Command::State, STATE)?;
         let end = match self.snapshot.manifest.was_running {
             true => Command::Complete,
             false => Command::CompletePaused,
         };
-        connection.request(end, 0, |_| Ok(()))
+        // From here on the VMM may run the VM.
+        connection.unstoppable().request(end, 0, |_| Ok(()))
     }
 
     fn send_file(

@@ -1,6 +1,6 @@
 //! The snapshot daemon: the receiver of a migration, which writes a snapshot.
 
-use crate::connection::{Connection, LOOK, Wait, is_readable};
+use crate::connection::{Connection, LOOK, is_readable};
 use crate::error::OffloadError;
 use crate::frame::{Command, MemoryRange, Phase, Request};
 use crate::settings::Settings;
@@ -10,6 +10,7 @@ use crate::sparse::{CHUNK, copy, write_pages};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Write as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::sync::atomic::Ordering;
@@ -21,8 +22,8 @@ pub struct Saved {
     pub slots: usize,
     /// Bytes of its memory.
     pub bytes: u64,
-    /// Bytes of them that were written. The others are zeros.
-    pub data: u64,
+    /// Bytes that its memory takes on the disk. Zeros take none.
+    pub disk: u64,
     /// Whether it was running.
     pub was_running: bool,
 }
@@ -51,7 +52,7 @@ pub fn save(
             path: "the socket".into(),
             error,
         })?;
-        let connection = match Connection::new(socket, settings.patience, &settings.stop) {
+        let connection = match Connection::new(socket, Some(settings.patience), &settings.stop) {
             Ok(connection) => connection,
             Err(refused) => {
                 settings.say(&format!("refused a connection: {refused}"));
@@ -59,7 +60,7 @@ pub fn save(
             }
         };
         // A connection that ends before its first message is a look at whether the daemon listens.
-        let Some(first) = connection.frame(Wait::Patience)? else {
+        let Some(first) = connection.frame()? else {
             continue;
         };
         let receiver = Receiver {
@@ -67,10 +68,8 @@ pub fn save(
             draft: &mut draft,
             settings,
             descriptors: BTreeMap::new(),
-            slots: None,
             memory: None,
             received: Ranges::default(),
-            data: 0,
         };
         let saved = receiver.receive(first);
         if saved.is_err() {
@@ -90,11 +89,9 @@ struct Receiver<'a> {
     draft: &'a mut Draft,
     settings: &'a Settings,
     descriptors: BTreeMap<u32, File>,
-    slots: Option<Slots>,
-    /// The memory file, once the configuration has its length.
-    memory: Option<File>,
+    /// The slots and the memory file, which the configuration describes.
+    memory: Option<(Slots, File)>,
     received: Ranges,
-    data: u64,
 }
 
 impl Receiver<'_> {
@@ -118,7 +115,7 @@ impl Receiver<'_> {
                 Command::Start | Command::PageFault => {}
             }
             self.connection.respond(true, 0)?;
-            let next = self.connection.frame(Wait::Patience)?;
+            let next = self.connection.frame()?;
             frame = next.ok_or(OffloadError::Closed("before the migration was complete"))?;
         }
     }
@@ -155,7 +152,7 @@ impl Receiver<'_> {
         let memory = self.draft.create(MEMORY)?;
         let sized = memory.set_len(slots.bytes());
         sized.map_err(OffloadError::file(&self.draft.path(MEMORY)))?;
-        (self.memory, self.slots) = (Some(memory), Some(slots));
+        self.memory = Some((slots, memory));
         Ok(())
     }
 
@@ -184,24 +181,18 @@ impl Receiver<'_> {
             table.extend_from_slice(chunk);
             Ok(())
         })?;
-        let (slots, memory) = self
-            .slots
-            .as_ref()
-            .zip(self.memory.as_ref())
-            .expect("configured");
-        let mut data = 0;
+        let (slots, memory) = self.memory.as_ref().expect("configured");
         for range in MemoryRange::parse_table(&table) {
             let start = slots.locate(range).map_err(OffloadError::Unusable)?;
             let is_hole = !self.received.touches(start, start + range.length);
             let mut at = start;
             self.payload(range.length, |chunk| {
-                data += write_pages(memory, at, chunk, is_hole)?;
+                write_pages(memory, at, chunk, is_hole)?;
                 at += chunk.len() as u64;
                 Ok(())
             })?;
             self.received.insert(start, start + range.length);
         }
-        self.data += data;
         Ok(())
     }
 
@@ -231,39 +222,35 @@ impl Receiver<'_> {
 
     /// Ends the migration. The VM is paused, and the VMM waits for the response.
     fn complete(mut self, was_running: bool) -> Result<Saved, OffloadError> {
-        let (slots, memory) = self
-            .slots
-            .take()
-            .zip(self.memory.take())
-            .expect("configured");
+        let (slots, memory) = self.memory.take().expect("configured");
         let has_memory_files = !self.descriptors.is_empty();
         if has_memory_files {
-            self.data = self.copy_memory(&slots, &memory)?;
+            self.copy_memory(&slots, &memory)?;
         } else if self.received.bytes() != slots.bytes() {
             let (came, of) = (self.received.bytes(), slots.bytes());
             return Err(OffloadError::Unusable(format!(
                 "it sent {came} bytes of the guest's {of}: send each memory slot"
             )));
         }
-        drop(memory);
         // A VMM that has ended the migration may have resumed its VM during the copy.
         if !self.connection.is_quiet() {
             return Err(OffloadError::NotWaiting);
         }
         self.draft.publish(&slots, was_running, has_memory_files)?;
+        let found = memory.metadata();
+        let found = found.map_err(OffloadError::file(&self.draft.path(MEMORY)))?;
         self.connection.respond(true, 0)?;
         Ok(Saved {
             slots: slots.all().len(),
             bytes: slots.bytes(),
-            data: self.data,
+            disk: found.blocks() * 512,
             was_running,
         })
     }
 
     /// Copies by `pread`: a memory file that was made shorter is an error then, and no SIGBUS as in
     /// mapped memory. So its seals do not matter.
-    fn copy_memory(&self, slots: &Slots, memory: &File) -> Result<u64, OffloadError> {
-        let mut data = 0;
+    fn copy_memory(&self, slots: &Slots, memory: &File) -> Result<(), OffloadError> {
         for slot in slots.all() {
             let from = slot.fd_offset..slot.fd_offset + slot.length;
             let keep_on = || !self.settings.stop.load(Ordering::Relaxed);
@@ -274,7 +261,7 @@ impl Receiver<'_> {
                 slot.offset,
                 keep_on,
             );
-            data += copied.map_err(|error| match error.kind() {
+            copied.map_err(|error| match error.kind() {
                 io::ErrorKind::Interrupted => OffloadError::Interrupted,
                 io::ErrorKind::UnexpectedEof => {
                     unusable(slot.slot, "has a memory file that was made shorter")
@@ -282,7 +269,7 @@ impl Receiver<'_> {
                 _ => OffloadError::file(&self.draft.path(MEMORY))(error),
             })?;
         }
-        Ok(data)
+        Ok(())
     }
 }
 

@@ -1,8 +1,12 @@
 //! Peers that break the protocol, or end.
 
-use crate::vmm::{Guest, PAGE, Peer, SaveDaemon, config, content, impatient, memfd, memory, saved};
+use crate::vmm::{
+    Guest, PAGE, Peer, SaveDaemon, config, content, impatient, memfd, memory, saved,
+    skip_with_huge_pages,
+};
 use lacuna_offload::wire::{Command, Request, Response};
 use lacuna_offload::{Settings, Snapshot, Sources, When, restore, save};
+use lacuna_skip::test;
 use std::fs::File;
 use std::io::Read as _;
 use std::os::fd::AsFd as _;
@@ -311,6 +315,7 @@ fn receivers_that_break_the_protocol() {
 /// A fault connection that breaks the protocol gets a refusal and its end; the caller the reason.
 #[test]
 fn faults_that_break_the_protocol() {
+    skip_with_huge_pages();
     let (folder, _) = saved(&Guest::new(), Command::Complete);
     let snapshot = Snapshot::open(&folder.path().join("saved")).unwrap();
     let acts: [(&str, bool, Act); 4] = [
@@ -336,6 +341,7 @@ fn faults_that_break_the_protocol() {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let mut received = crate::vmm::Received::receive(&listener, true);
+                received.main.answer(true);
                 let mut faults = received.faults.take().unwrap();
                 act(&Guest::new(), &mut faults);
                 if is_answered {

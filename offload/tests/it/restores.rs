@@ -1,9 +1,10 @@
 //! Restores on demand: faults, the background, pages that are gone.
 
 use crate::round_trips::restored;
-use crate::vmm::{Guest, PAGE, Received, content, impatient, saved};
+use crate::vmm::{Guest, PAGE, Received, content, impatient, saved, skip_with_huge_pages};
 use lacuna_offload::wire::Command;
 use lacuna_offload::{Settings, Snapshot, Sources, When, restore};
+use lacuna_skip::test;
 use lacuna_source::{PageRequest, PageSource};
 use rustix::fs::{FallocateFlags, fallocate};
 use std::os::unix::fs::FileExt as _;
@@ -17,6 +18,7 @@ const LAZY: When = When::OnDemand { fill: Some(0) };
 /// Each fault puts its pages in place, and nothing else does.
 #[test]
 fn only_what_faults_want() {
+    skip_with_huge_pages();
     let guest = Guest::new();
     let (folder, _) = saved(&guest, Command::CompletePaused);
     // A guest may need no page for longer than a VMM may be silent.
@@ -52,6 +54,7 @@ fn only_what_faults_want() {
 /// All pages arrive without a fault, and none replaces what the guest has written since.
 #[test]
 fn the_background_fills_the_rest() {
+    skip_with_huge_pages();
     let guest = Guest::new();
     let (folder, _) = saved(&guest, Command::Complete);
     let fill = Some(1 << 20);
@@ -99,6 +102,7 @@ impl PageSource for Odd {
 /// page is refused, and the others are served. A wish to end waits for the VM.
 #[test]
 fn faults_are_served_whatever_the_background_does() {
+    skip_with_huge_pages();
     let guest = Guest::new();
     let (folder, _) = saved(&guest, Command::Complete);
     let socket = folder.path().join("restore");
@@ -139,6 +143,7 @@ fn faults_are_served_whatever_the_background_does() {
         })
     });
     let mut received = Received::receive(&listener, true);
+    received.main.answer(true);
     let mut faults = received.faults.take().unwrap();
     assert_eq!(faults.fault(0, PAGE), (true, Vec::new()));
     assert_eq!(faults.fault(2 * PAGE, PAGE), (false, Vec::new()));
@@ -191,4 +196,34 @@ fn a_lost_page_restores_no_vm() {
     let error = error.unwrap_err().to_string();
     assert!(error.contains("page 40"), "{error}");
     assert!(listener.accept().is_err());
+}
+
+/// A VMM that is slow to answer the end may run the VM, so its faults are served.
+#[test]
+fn a_slow_vmm_keeps_its_pages() {
+    skip_with_huge_pages();
+    let guest = Guest::new();
+    let (folder, _) = saved(&guest, Command::Complete);
+    let snapshot = Snapshot::open(&folder.path().join("saved")).unwrap();
+    let socket = folder.path().join("restore");
+    let listener = UnixListener::bind(&socket).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut received = Received::receive(&listener, true);
+            let mut faults = received.faults.take().unwrap();
+            std::thread::sleep(Duration::from_millis(300));
+            assert_eq!(faults.fault(PAGE, PAGE), (true, Vec::new()));
+            assert!(received.page(&guest, PAGE) == Some(content(PAGE)));
+        });
+        let pages = snapshot.pages().unwrap();
+        let sources = Sources {
+            faults: &pages,
+            fill: &pages,
+        };
+        let error = restore(&snapshot, &socket, sources, LAZY, &impatient()).unwrap_err();
+        assert!(
+            error.to_string().contains("sent nothing for 100ms"),
+            "{error}"
+        );
+    });
 }

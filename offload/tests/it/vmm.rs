@@ -262,7 +262,8 @@ pub struct Received {
 }
 
 impl Received {
-    /// Receives a migration at `listener`, with a connection for faults if `is_on_demand`.
+    /// Receives a migration at `listener` until its end, which it does not answer. `is_on_demand`:
+    /// with a connection for faults.
     pub fn receive(listener: &UnixListener, is_on_demand: bool) -> Self {
         let accept = || Peer(listener.accept().unwrap().0);
         let mut received = Self {
@@ -297,10 +298,10 @@ impl Received {
                 assert_eq!(u16::from_le_bytes(role), ROLE_FAULT);
                 received.faults = Some(faults);
             }
-            received.main.answer(true);
             if matches!(command, Command::Complete | Command::CompletePaused) {
                 return received;
             }
+            received.main.answer(true);
         }
     }
 
@@ -313,6 +314,18 @@ impl Received {
         file.read_exact_at(&mut page, at).unwrap();
         let is_hole = lacuna_source::Holes::default().is_hole(file, at);
         (!is_hole).then_some(page)
+    }
+}
+
+/// Ends the test as skipped on a host whose memory files may get huge pages.
+pub fn skip_with_huge_pages() {
+    let file = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+    let text = std::fs::read_to_string(file).unwrap_or_default();
+    if ["[always]", "[within_size]", "[force]"]
+        .iter()
+        .any(|on| text.contains(on))
+    {
+        lacuna_skip::skip_test("shared memory gets huge pages");
     }
 }
 

@@ -27,11 +27,11 @@ fn save_vm(args: &OffloadSaveArgs) -> Result<Exit, Refusal> {
     let saved = save(socket.listener(), &args.to, &settings);
     let saved = saved.map_err(|error| refusal(&error, &signals))?;
     let text = format!(
-        "saved     {} of memory in {} slots to {}, {} of it no zeros; the VM was {}\n",
+        "saved     {} of memory in {} slots to {}, {} on the disk; the VM was {}\n",
         Size(saved.bytes),
         saved.slots,
         args.to.display(),
-        Size(saved.data),
+        Size(saved.disk),
         if saved.was_running {
             "running"
         } else {
@@ -42,7 +42,7 @@ fn save_vm(args: &OffloadSaveArgs) -> Result<Exit, Refusal> {
         "folder": args.to,
         "memory_bytes": saved.bytes,
         "slots": saved.slots,
-        "data_bytes": saved.data,
+        "disk_bytes": saved.disk,
         "was_running": saved.was_running,
     });
     client::report(&args.on.output, &text, "done", result)
