@@ -45,8 +45,19 @@ pub enum OffloadError {
         /// The problem, and what to do.
         reason: String,
     },
+    /// No VMM at the socket.
+    #[error(
+        "cannot connect to {}: {error}; let the VMM wait there first, by ch-remote \
+         receive-migration", socket.display()
+    )]
+    Connect {
+        /// The socket.
+        socket: PathBuf,
+        /// The system's error.
+        error: io::Error,
+    },
     /// A failed access to a file.
-    #[error("{}: {error}", path.display())]
+    #[error("cannot read or write {}: {error}; the VM is where it was", path.display())]
     File {
         /// The file.
         path: PathBuf,
@@ -91,6 +102,7 @@ impl OffloadError {
                 | Self::Abandoned
                 | Self::Refused(_)
                 | Self::Unusable(_)
+                | Self::Connect { .. }
                 | Self::NotWaiting
         )
     }

@@ -41,7 +41,7 @@ pub enum Command {
     Memory = 4,
     /// The end. The receiver resumes the VM.
     Complete = 5,
-    /// The sender gives the migration up.
+    /// The sender ends the migration before it is complete.
     Abandon = 6,
     /// The number of a memory slot, with its memory file by `SCM_RIGHTS`.
     MemoryFd = 7,

@@ -1,4 +1,4 @@
-//! The restore daemon: the sender of a migration, whose VM comes from a snapshot.
+//! The restore daemon: the sender of a migration, which takes the VM from a snapshot.
 
 use crate::connection::{Connection, LOOK};
 use crate::error::OffloadError;
@@ -112,7 +112,7 @@ struct Sender<'a> {
 }
 
 impl Sender<'_> {
-    /// The memory first. The VMM learns of the migration when no page can be lost any more.
+    /// The memory first. The daemon connects to the VMM when no page can be lost any more.
     fn before(&self) -> Result<(), OffloadError> {
         if let Some(memory) = self.pages.memory {
             self.fill_before(memory)?;
@@ -195,7 +195,10 @@ impl Sender<'_> {
         stop: &Arc<AtomicBool>,
     ) -> Result<Connection, OffloadError> {
         let socket = UnixStream::connect(self.socket);
-        let socket = socket.map_err(OffloadError::file(self.socket))?;
+        let socket = socket.map_err(|error| OffloadError::Connect {
+            socket: self.socket.to_owned(),
+            error,
+        })?;
         Connection::new(socket, patience, stop)
     }
 

@@ -16,7 +16,6 @@ use lacuna_source::{FileError, MemoryFile, Policy};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
-use std::io;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
@@ -131,12 +130,15 @@ impl Draft {
     /// # Errors
     /// There is something, or the folder around it cannot be written to.
     pub fn new(to: &Path) -> Result<Self, OffloadError> {
-        let failed = |error| OffloadError::file(to)(error);
+        let wrong = |reason: &str| OffloadError::Snapshot {
+            folder: to.to_owned(),
+            reason: reason.to_owned(),
+        };
         let (Some(name), Some(around)) = (to.file_name(), to.parent()) else {
-            return Err(failed(io::ErrorKind::InvalidInput.into()));
+            return Err(wrong("give the path of a new folder"));
         };
         if fs::symlink_metadata(to).is_ok() {
-            return Err(failed(io::ErrorKind::AlreadyExists.into()));
+            return Err(wrong("there is something already: give another path"));
         }
         let mut prefix = std::ffi::OsString::from(".");
         prefix.push(name);
@@ -147,7 +149,7 @@ impl Draft {
             false => tempfile::Builder::new().prefix(&prefix).tempdir_in(around),
         };
         Ok(Self {
-            temporary: temporary.map_err(failed)?,
+            temporary: temporary.map_err(OffloadError::file(to))?,
             to: to.to_owned(),
             is_published: false,
         })
@@ -208,7 +210,7 @@ impl Draft {
         synced.map_err(OffloadError::file(&around))
     }
 
-    /// The VMM knows that it is complete: it stays.
+    /// The VMM has got its response, so the snapshot stays.
     pub fn keep(self) {
         let mut draft = self;
         draft.is_published = false;
@@ -217,7 +219,7 @@ impl Draft {
 }
 
 impl Drop for Draft {
-    /// A snapshot that the VMM does not know of is none: its VM runs on.
+    /// The VMM has got no response, and keeps its VM. So there is no snapshot of it.
     fn drop(&mut self) {
         if self.is_published {
             // The caller reports why the save has failed.

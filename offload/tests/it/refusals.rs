@@ -209,7 +209,7 @@ fn interrupted_and_existing() {
     let folder = TempDir::new().unwrap();
     let listener = UnixListener::bind(folder.path().join("socket")).unwrap();
     let error = save(&listener, folder.path(), &Settings::default()).unwrap_err();
-    assert!(error.to_string().contains("exists"), "{error}");
+    assert!(error.to_string().contains("something already"), "{error}");
 }
 
 /// Neither a look at the socket nor another user's process ends the wait for a VM.

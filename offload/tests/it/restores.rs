@@ -170,7 +170,7 @@ fn faults_are_served_whatever_the_background_does() {
     assert!(said.iter().any(|text| text.contains("in no memory slot")));
 }
 
-/// Before the VM resumes, a lost page ends the restore, and the VMM never learns of it.
+/// Before the VM resumes, a lost page ends the restore, and the daemon does not connect to the VMM.
 #[test]
 fn a_lost_page_restores_no_vm() {
     let (folder, _) = saved(&Guest::new(), Command::Complete);
