@@ -42,7 +42,7 @@ impl Connection {
         let failed = OffloadError::system("examine the VMM's process");
         let user = PeerCredentials::of(socket.as_fd()).map_err(failed)?.user;
         if user != geteuid().as_raw() {
-            return Err(OffloadError::User("the other end of the socket", user));
+            return Err(OffloadError::User(user));
         }
         // A zero timeout is refused.
         let timeout = patience.map(|patience| patience.max(Duration::from_millis(1)));

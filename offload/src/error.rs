@@ -11,8 +11,8 @@ use std::time::Duration;
 #[non_exhaustive]
 pub enum OffloadError {
     /// The other process has another user.
-    #[error("the VMM at {0} runs as user {1}, and only this user's VMMs are served")]
-    User(&'static str, u32),
+    #[error("the process at the other end of the socket runs as user {0}: run both as one user")]
+    User(u32),
     /// A wrong message.
     #[error("the VMM broke the protocol: {0}")]
     Frame(#[from] FrameError),
