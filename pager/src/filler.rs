@@ -11,7 +11,7 @@
 
 use crate::image::Fill;
 use crate::regions::Unit;
-use crate::shared_pages::SharedImage;
+use crate::served::Served;
 use crate::vm::Vm;
 use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_source::{
@@ -53,7 +53,7 @@ impl Filler {
     ///
     /// # Errors
     /// No thread is left.
-    pub fn start(vm: &Arc<Vm>, image: &Arc<SharedImage>) -> io::Result<Option<Self>> {
+    pub fn start(vm: &Arc<Vm>, image: &Arc<Served>) -> io::Result<Option<Self>> {
         if image.image.fill.is_none() {
             return Ok(None);
         }

@@ -2,7 +2,8 @@
 //! shares the image's pages asks for their file before.
 
 use crate::regions::{REGIONS_MAX, RegionMessage, Regions};
-use crate::shared_pages::{SharedImage, SharedPages};
+use crate::served::Served;
+use crate::shared_pages::SharedPages;
 use lacuna_addr::Hva;
 use lacuna_source::send_text;
 use lacuna_sys::{Errno, Userfaultfd};
@@ -160,6 +161,22 @@ pub enum HandshakeError {
     /// Removed pages would get the file's content.
     #[error("its userfaultfd does not report removals: enable UFFD_FEATURE_EVENT_REMOVE")]
     NoRemovals,
+    /// The socket serves as many VMs as it may.
+    #[error("its socket serves {0} VMs already, as many as vms-max says: end one, or raise it")]
+    ManyVms(u64),
+    /// The socket's VMs would have too much memory.
+    #[error(
+        "it has {bytes} bytes, and the other VMs of its socket {has}: that is more than the {most} \
+         of memory-max; end one, or raise it"
+    )]
+    MuchMemory {
+        /// Bytes of this VM.
+        bytes: u64,
+        /// Bytes of the other ones.
+        has: u64,
+        /// The limit.
+        most: u64,
+    },
     /// The system's error.
     #[error("its message cannot be read: {0}")]
     System(#[from] Errno),
@@ -208,7 +225,7 @@ impl Handshake {
     /// It is wrong, or late.
     pub fn receive(
         socket: &UnixStream,
-        image: &SharedImage,
+        image: &Served,
         patience: Duration,
     ) -> Result<Self, HandshakeError> {
         let (mut message, mut fd) = receive(socket, patience)?;
@@ -248,7 +265,7 @@ impl SharingRequest {
     fn answer(
         &self,
         socket: &UnixStream,
-        image: &SharedImage,
+        image: &Served,
     ) -> Result<Arc<SharedPages>, HandshakeError> {
         if self.version != VERSION {
             return Err(HandshakeError::Version(self.version));

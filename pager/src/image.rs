@@ -22,6 +22,10 @@ pub struct Image {
     pub fill: Option<Fill>,
     /// Records the working set of the first VM that is served.
     pub record: Option<Arc<Record>>,
+    /// The most VMs at a time; `None`: no limit.
+    pub vms_max: Option<u64>,
+    /// The most bytes of memory that the VMs may have together; `None`: no limit.
+    pub memory_max: Option<u64>,
 }
 
 impl Image {
@@ -35,6 +39,8 @@ impl Image {
             users: vec![geteuid().as_raw()],
             fill: None,
             record: None,
+            vms_max: None,
+            memory_max: None,
         }
     }
 }

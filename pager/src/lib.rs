@@ -27,7 +27,9 @@
 //!
 //! | file | job |
 //! |---|---|
-//! | `pager`, `config`, `image` | accepts VMs; the settings; what a socket's VMs get |
+//! | `pager`, `config` | accepts VMs; the settings |
+//! | `image`, `served` | what a socket's VMs get; what they share |
+//! | `quota`, `window` | what a socket's VMs use together; a VM's requests in flight |
 //! | `handshake`, `regions`, `peer_process` | the VMM's message, checked; its process |
 //! | `service` | the event thread of one VM |
 //! | `filler`, `rate`, `record` | a fill beside the faults; its limit; a VM's working set |
@@ -47,15 +49,18 @@ mod messages;
 mod pager;
 mod peer_process;
 mod placing;
+mod quota;
 mod rate;
 mod record;
 mod regions;
+mod served;
 mod service;
 mod shared_pages;
 mod stats;
 mod units;
 mod vm;
 mod waiting;
+mod window;
 
 pub use config::{Config, Report, WhenLost};
 pub use handshake::HandshakeError;

@@ -5,8 +5,8 @@ use crate::filler::Filler;
 use crate::handshake::{Handshake, HandshakeError};
 use crate::image::Image;
 use crate::peer_process::PeerProcess;
+use crate::served::Served;
 use crate::service::serve;
-use crate::shared_pages::SharedImage;
 use crate::stats::{PagerCounts, PagerStats, VmStats};
 use crate::vm::Vm;
 use lacuna_sync::{Mutex, join, lock, lock_order};
@@ -86,8 +86,8 @@ impl Pager {
     pub fn serve(&self, listener: UnixListener, image: Image) -> io::Result<()> {
         listener.set_nonblocking(true)?;
         let shared = Arc::clone(&self.shared);
-        let report = Arc::clone(&shared.config.report);
-        let image = Arc::new(SharedImage::new(image, report));
+        let served = Served::new(image, Arc::clone(&shared.config.report));
+        let image = Arc::new(served);
         let named = std::thread::Builder::new().name("lacuna-pager".into());
         let thread = named.spawn(move || shared.accept(&listener, &image))?;
         lock(&self.threads).push(thread);
@@ -139,7 +139,7 @@ impl Drop for Pager {
 }
 
 impl PagerShared {
-    fn accept(self: &Arc<Self>, listener: &UnixListener, image: &Arc<SharedImage>) {
+    fn accept(self: &Arc<Self>, listener: &UnixListener, image: &Arc<Served>) {
         while !self.stop.load(Ordering::Acquire) {
             let mut fds = [
                 PollFd::new(listener, PollFlags::IN),
@@ -160,7 +160,7 @@ impl PagerShared {
         }
     }
 
-    fn start(self: &Arc<Self>, socket: UnixStream, image: &Arc<SharedImage>) {
+    fn start(self: &Arc<Self>, socket: UnixStream, image: &Arc<Served>) {
         let process = match PeerProcess::of(&socket) {
             Ok(process) => process,
             Err(errno) => {
@@ -194,26 +194,28 @@ impl PagerShared {
         &self,
         socket: &UnixStream,
         process: PeerProcess,
-        (image, connection): (&Arc<SharedImage>, &CountedConnection),
+        (served, connection): (&Arc<Served>, &CountedConnection),
     ) -> Result<(), HandshakeError> {
-        process.check(&image.image.users)?;
-        let message = Handshake::receive(socket, image, self.config.patience)?;
+        let image = &served.image;
+        process.check(&image.users)?;
+        let message = Handshake::receive(socket, served, self.config.patience)?;
+        let _share = served.quota.share(image, message.regions.bytes())?;
         let uffd = Arc::new(message.uffd);
         let memory = (message.regions, Arc::clone(&uffd));
         let report = Arc::clone(&self.config.report);
-        let from = (&image.image, message.shared);
+        let from = (image, message.shared);
         let vm = Arc::new(Vm::new(memory, process, from, report)?);
         let (number, pid) = (self.add(&vm), vm.pid());
         connection.has_its_message();
         tracing::info!(target: "lacuna::pager", pid, "serves a VM");
-        let filler = Filler::start(&vm, image).unwrap_or_else(|error| {
+        let filler = Filler::start(&vm, served).unwrap_or_else(|error| {
             vm.is_not_filled_at_all(&error);
             None
         });
         serve(&vm, &uffd, socket);
         drop(filler);
         vm.end();
-        if let Some(record) = image.image.record.as_ref().filter(|_| vm.is_recorded()) {
+        if let Some(record) = image.record.as_ref().filter(|_| vm.is_recorded()) {
             record
                 .save()
                 .unwrap_or_else(|error| (self.config.report)(&error.to_string()));

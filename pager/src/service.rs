@@ -50,6 +50,7 @@ pub fn serve(vm: &Arc<Vm>, uffd: &Userfaultfd, socket: &UnixStream) {
             }
         }
         faults.drain(..).for_each(|address| vm.fault(address));
+        vm.send_requests();
         pause = match (vm.repeat(), pause) {
             (false, _) => None,
             (true, None) => Some(PAUSE),

@@ -19,7 +19,7 @@ use lacuna_sys::{Errno, SharedFile};
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Weak};
 
 /// What the image's clones get for one page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -47,40 +47,12 @@ pub struct SharedPages {
     has_reported: AtomicBool,
 }
 
-/// An image, and its shared pages from the first VM on that maps them.
-pub struct SharedImage {
-    pub image: Image,
-    report: Report,
-    pages: OnceLock<Arc<SharedPages>>,
-}
-
-impl SharedImage {
-    /// An image that no VM shares.
-    pub fn new(image: Image, report: Report) -> Self {
-        let pages = OnceLock::new();
-        Self {
-            image,
-            report,
-            pages,
-        }
-    }
-
-    /// Its shared pages. They stay until the pager serves the image no longer.
+impl SharedPages {
+    /// A file without a filled page.
     ///
     /// # Errors
     /// This host has no such file.
-    pub fn shared(&self) -> Result<Arc<SharedPages>, Errno> {
-        if let Some(pages) = self.pages.get() {
-            return Ok(Arc::clone(pages));
-        }
-        let new = SharedPages::new(&self.image, Arc::clone(&self.report))?;
-        // Another thread may be first: then its file is the image's.
-        Ok(Arc::clone(self.pages.get_or_init(|| new)))
-    }
-}
-
-impl SharedPages {
-    fn new(image: &Image, report: Report) -> Result<Arc<Self>, Errno> {
+    pub fn new(image: &Image, report: Report) -> Result<Arc<Self>, Errno> {
         let pages = image.pages.get();
         let file = SharedFile::new(pages)?;
         let states = (0..pages).map(|_| AtomicU8::new(SharedState::Unknown as u8));

@@ -17,6 +17,7 @@
 
 mod answers;
 mod filling;
+mod requests;
 
 use crate::config::{Report, WhenLost};
 use crate::image::Image;
@@ -28,10 +29,9 @@ use crate::shared_pages::SharedPages;
 use crate::stats::{Count, Counts, PagerCounts, VmStats};
 use crate::units::{UnitState, Units};
 use crate::waiting::{Again, Waiting, WaitingList, WaitingPut};
+use crate::window::Window;
 use lacuna_addr::{Hva, HvaRange};
-use lacuna_source::{
-    Gathering, Measured, PageRequest, PageRequester, PageSource, Recorder, SourcePage,
-};
+use lacuna_source::{Gathering, Measured, PageSource, Recorder, SourcePage};
 use lacuna_sync::{Mutex, RwLock, RwLockReadGuard, lock, lock_order};
 use lacuna_sys::{Errno, Event, Userfaultfd};
 use rustix::event::{EventfdFlags, eventfd};
@@ -60,6 +60,7 @@ pub struct Vm {
     /// The pages that have arrived, of units of several pages in the state Asked.
     gathering: Mutex<HashMap<u64, Gathering>, lock_order::PagerUnits>,
     waiting: WaitingList,
+    window: Window,
     /// Wakes the event thread.
     bell: OwnedFd,
     /// The kernel has said that the process is ending.
@@ -95,6 +96,7 @@ impl Vm {
             live: RwLock::new(Some(uffd)),
             gathering: Mutex::default(),
             waiting: WaitingList::default(),
+            window: Window::default(),
             bell: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             has_ended: AtomicBool::new(false),
             has_fill_ended: AtomicBool::new(false),
@@ -186,8 +188,8 @@ impl Vm {
         }
     }
 
-    /// Answers a fault at `address`.
-    pub fn fault(self: &Arc<Self>, address: Hva) {
+    /// Answers a fault at `address`, or makes requests for [`Vm::send_requests`].
+    pub fn fault(&self, address: Hva) {
         self.counts.add(Count::Faults);
         if self.has_fill_ended.load(Ordering::Relaxed) {
             self.counts.add(Count::FaultsAfterFill);
@@ -209,16 +211,11 @@ impl Vm {
                 UnitState::Lost => return self.refuse_access(Some(uffd), &unit),
             }
         }
-        // Without the lock: the source may answer at once.
-        for page in 0..unit.memory.pages() {
-            let requester = Arc::clone(self) as Arc<dyn PageRequester>;
-            let page_of_source = SourcePage(unit.first.0 + page);
-            if let Some(recorder) = &self.recorder {
-                recorder.note(page_of_source);
-            }
-            let request = PageRequest::new(requester, Self::key(&unit, page), page_of_source);
-            request.send(&self.source);
+        if let Some(recorder) = &self.recorder {
+            let pages = 0..unit.memory.pages();
+            pages.for_each(|page| recorder.note(SourcePage(unit.first.0 + page)));
         }
+        self.window.push(unit);
     }
 
     fn fault_outside(&self, address: Hva) {
@@ -425,6 +422,7 @@ impl Vm {
         drop(live);
         lock(&self.gathering).clear();
         self.waiting.clear();
+        self.window.clear();
         self.source.end("the VM has ended");
     }
 

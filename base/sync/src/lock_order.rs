@@ -140,6 +140,8 @@ classes! {
         PagerShared "SharedPages::asked (pager)",
         PagerWaiting "WaitingList (pager)",
         PagerFill "UnitRequester::gathering (pager)",
+        PagerRequests "Window::queue (pager)",
+        PagerQuota "Quota (pager)",
         PagerVms "PagerShared::vms (pager)",
         PagerThread "Pager::thread (pager)",
         ApfArrivals "Arrivals::list (apf)",

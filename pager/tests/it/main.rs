@@ -6,6 +6,7 @@ mod fill;
 mod handshake;
 mod huge;
 mod lost;
+mod quotas;
 mod random;
 mod removals;
 mod shared;

@@ -212,10 +212,7 @@ impl Serves<'_> {
             0 => String::new(),
             lost => format!(", {lost} lost"),
         };
-        let provided = self
-            .images
-            .iter()
-            .map(|image| image.provided());
+        let provided = self.images.iter().map(|image| image.provided());
         let provided = provided.sum::<u64>();
         format!(
             "paging    {what}: {} VMs, {} so far, {} refused; {provided} pages{lost}, {}/s{times}",

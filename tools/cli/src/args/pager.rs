@@ -87,6 +87,13 @@ pub struct PagedImage {
     #[arg(long = "user", value_name = "UID")]
     #[serde(default)]
     pub users: Vec<u32>,
+    /// Refuse more VMs at a time
+    #[arg(long, value_name = "N")]
+    pub vms_max: Option<u64>,
+    /// Refuse a VM if all VMs of the socket would have more memory together
+    #[arg(long, value_name = "SIZE")]
+    #[serde(default, deserialize_with = "text")]
+    pub memory_max: Option<Size>,
 }
 
 impl PagedImage {

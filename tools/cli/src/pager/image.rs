@@ -77,6 +77,8 @@ impl OpenImage {
         let socket = PrivateSocket::bind(path).map_err(transport_refusal)?;
         let mut image = Image {
             when_lost: self.is.when_lost.unwrap_or_default().into(),
+            vms_max: self.is.vms_max,
+            memory_max: self.is.memory_max.map(|most| most.0),
             fill: fill_of(&self.is, self.pages)?,
             record: self.record.clone(),
             ..Image::new(Arc::clone(&self.source) as Arc<dyn PageSource>, self.pages)

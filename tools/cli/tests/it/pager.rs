@@ -151,6 +151,41 @@ fn a_working_set_is_recorded_and_filled() {
     assert_eq!(count(&filled, "lost"), 0);
 }
 
+/// One process, two images, and the settings of a file.
+#[test]
+fn a_file_has_several_images() {
+    if let Err(errno) = Userfaultfd::open_user() {
+        lacuna_skip::skip_test(errno);
+    }
+    let folder = TempDir::new().unwrap();
+    let [file, config, first, second] =
+        ["memory", "pager.toml", "first", "second"].map(|name| folder.path().join(name));
+    File::create(&file).unwrap().set_len(MEMORY).unwrap();
+    let text = "[[image]]\nsocket = 'first'\nfrom = 'file:memory'\n\
+                [[image]]\nsocket = 'second'\nfrom = 'zeros'\nmemory = '16M'\nvms-max = 1\n";
+    std::fs::write(&config, text).unwrap();
+    let line = format!("pager --config {} --quiet --json -", config.display());
+    let mut pager = Running::with_errors_to(&line, Stdio::piped(), Stdio::inherit());
+    while !second.exists() {
+        std::thread::yield_now();
+    }
+    for socket in [&first, &second] {
+        let ran = guest(socket, "hello").output().unwrap();
+        let errors = String::from_utf8_lossy(&ran.stderr);
+        assert_eq!(ran.status.code(), Some(0), "{errors}");
+    }
+    pager.send(Signal::TERM);
+    assert_eq!(pager.wait().code(), Some(143));
+    let json: serde_json::Value = serde_json::from_reader(pager.0.stdout.take().unwrap()).unwrap();
+    assert_eq!(json["vms"], 2, "{json}");
+    let [first, second] = [0, 1].map(|image| &json["images"][image]);
+    assert_eq!(second["source"], "zeros", "{json}");
+    assert_eq!(first["memory_bytes"], MEMORY, "{json}");
+    for image in [first, second] {
+        assert!(image["provided"].as_u64() > Some(0), "{json}");
+    }
+}
+
 /// The first signal does not leave a VM without its pager.
 #[test]
 fn a_pager_ends_after_its_vms() {

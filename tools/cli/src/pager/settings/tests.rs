@@ -23,6 +23,10 @@ fn the_documented_file() {
     assert_eq!(first.memory, Some(Size(512 << 20)));
     assert_eq!(first.patience, Some(Patience::Forever));
     assert_eq!(first.users, [1000, 1001]);
+    assert_eq!(
+        (first.vms_max, first.memory_max),
+        (Some(20), Some(Size(8 << 30)))
+    );
     let layers = PagesFrom::Layers {
         base: "/etc/lacuna/db.mem".into(),
         diffs: vec!["/etc/lacuna/db.diff1".into(), "/snapshots/db.diff2".into()],
