@@ -36,7 +36,7 @@
 //! | `vm`, `units` | what is done about an event or an answer; the states of pages |
 //! | `placing`, `waiting` | a placement, and the kernel's answers; placements to repeat |
 //! | `shared_pages` | the memory file that an image's clones share |
-//! | `stats`, `messages` | counters; messages to the user |
+//! | `stats`, `stalls`, `messages` | counters; the waits of threads; messages to the user |
 //!
 //! [`PageSource`]: lacuna_source::PageSource
 #![forbid(unsafe_code)]
@@ -56,6 +56,7 @@ mod regions;
 mod served;
 mod service;
 mod shared_pages;
+mod stalls;
 mod stats;
 mod units;
 mod vm;
@@ -68,4 +69,6 @@ pub use image::{Fill, Image};
 pub use pager::Pager;
 pub use rate::FillRate;
 pub use record::Record;
-pub use stats::{PagerCounts, PagerStats, VmStats};
+pub use regions::regions;
+pub use stalls::ThreadStalls;
+pub use stats::{PagerCounts, PagerStats, UnitCounts, VmStats};

@@ -127,8 +127,8 @@ impl Pager {
 
     /// The VMs served now, in the order of their connections.
     pub fn vms(&self) -> Vec<VmStats> {
-        let all: Vec<_> = lock(&self.shared.vms).all.values().cloned().collect();
-        all.iter().map(|vm| vm.stats()).collect()
+        let all = lock(&self.shared.vms).all.clone();
+        all.iter().map(|(number, vm)| vm.stats(*number)).collect()
     }
 }
 
@@ -207,7 +207,8 @@ impl PagerShared {
         let vm = Arc::new(Vm::new(memory, process, from, report)?);
         let (number, pid) = (self.add(&vm), vm.pid());
         connection.has_its_message();
-        tracing::info!(target: "lacuna::pager", pid, "serves a VM");
+        let bytes = vm.bytes();
+        tracing::info!(target: "lacuna::pager", number, pid, bytes, "serves a VM");
         let filler = Filler::start(&vm, served).unwrap_or_else(|error| {
             vm.is_not_filled_at_all(&error);
             None
@@ -220,8 +221,18 @@ impl PagerShared {
                 .save()
                 .unwrap_or_else(|error| (self.config.report)(&error.to_string()));
         }
-        self.remove(number, &vm.counts());
-        tracing::info!(target: "lacuna::pager", pid, "the VM has ended");
+        let counts = vm.counts();
+        self.remove(number, &counts);
+        let PagerCounts {
+            faults,
+            placed,
+            zeros,
+            lost,
+            ..
+        } = counts;
+        tracing::info!(
+            target: "lacuna::pager", number, pid, faults, placed, zeros, lost, "the VM has ended"
+        );
         Ok(())
     }
 

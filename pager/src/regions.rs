@@ -40,6 +40,17 @@ struct Region {
     first_unit: u64,
 }
 
+/// The regions that a VMM announces by the message `text`, checked and by address, for a source of
+/// `pages` pages. For tests that play a VMM.
+///
+/// # Errors
+/// The message is wrong.
+pub fn regions(text: &[u8], pages: PageCount) -> Result<Vec<HandlerRegion>, HandshakeError> {
+    let message: Vec<_> = serde_json::from_slice(text).map_err(HandshakeError::Json)?;
+    let regions = Regions::new(&message, pages)?;
+    Ok(regions.0.iter().map(|region| region.is).collect())
+}
+
 impl Regions {
     /// The regions of `message`, for a source with `pages` pages.
     ///

@@ -1,5 +1,6 @@
 //! What the pager counts.
 
+use crate::stalls::ThreadStalls;
 use lacuna_metrics::{Kind, Metrics, Value, counters};
 use lacuna_source::SourceStats;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,6 +10,10 @@ counters! {
     pub struct PagerCounts as "lacuna_pager" {
         /// Faults read.
         counter faults,
+        /// Faults that were the first on their unit: they made requests to the source.
+        counter first,
+        /// Faults on units that had been requested already.
+        counter joined,
         /// Units whose content was placed: pages of 4 KiB, 2 MiB or 1 GiB.
         counter placed,
         /// Units answered with a page that the clones of the VM share.
@@ -33,6 +38,8 @@ counters! {
         counter faults_after_fill,
         /// Units lost.
         counter lost,
+        /// Pages of 4 KiB that the source has sent in vain: they were removed, or there.
+        counter late,
         /// Faults at addresses that the VMM did not announce.
         counter outside,
     }
@@ -42,6 +49,8 @@ counters! {
 #[derive(Clone, Copy, Debug)]
 pub enum Count {
     Faults,
+    First,
+    Joined,
     Placed,
     Shared,
     Zeros,
@@ -54,6 +63,7 @@ pub enum Count {
     FillLate,
     FaultsAfterFill,
     Lost,
+    Late,
     Outside,
 }
 
@@ -70,6 +80,8 @@ impl Counts {
         let of = |count: Count| self.0[count as usize].load(Ordering::Relaxed);
         PagerCounts {
             faults: of(Count::Faults),
+            first: of(Count::First),
+            joined: of(Count::Joined),
             placed: of(Count::Placed),
             shared: of(Count::Shared),
             zeros: of(Count::Zeros),
@@ -82,14 +94,30 @@ impl Counts {
             fill_late: of(Count::FillLate),
             faults_after_fill: of(Count::FaultsAfterFill),
             lost: of(Count::Lost),
+            late: of(Count::Late),
             outside: of(Count::Outside),
         }
     }
 }
 
+/// How many units of a VM are in each state.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct UnitCounts {
+    /// No thread has needed them.
+    pub missing: u64,
+    /// They were requested, and are not in place.
+    pub waiting: u64,
+    /// In place, or taken away by the VM.
+    pub settled: u64,
+    /// The source has lost them.
+    pub lost: u64,
+}
+
 /// One VM, at about one moment.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct VmStats {
+    /// Its number: VMs are counted from 0, in the order of their messages.
+    pub number: u64,
     /// The process that has connected; `None` if it is in another PID namespace.
     pub pid: Option<i32>,
     /// Bytes of its memory.
@@ -102,6 +130,77 @@ pub struct VmStats {
     /// the page is in place. A placement that has to be repeated ends its page's time at the first
     /// try.
     pub pages: SourceStats,
+    /// Its units by state.
+    pub units: UnitCounts,
+    /// The waits of its threads; empty if the kernel does not name them.
+    pub threads: Vec<ThreadStalls>,
+}
+
+impl VmStats {
+    /// Puts the values into `to`, each with the labels `vm` and `pid`.
+    pub fn fill(&self, to: &mut Metrics) {
+        let (counts, pages, units) = (&self.counts, &self.pages, &self.units);
+        let mut own = Metrics::default();
+        let mut add = |name, help, kind, value| own.add((name, help, kind), &[], value);
+        let help = "Bytes of the VM's memory.";
+        add(
+            "lacuna_pager_vm_bytes",
+            help,
+            Kind::Gauge,
+            Value::Whole(self.bytes),
+        );
+        let help = "Faults of the VM.";
+        let faults = Value::Whole(counts.faults);
+        add("lacuna_pager_vm_faults_total", help, Kind::Counter, faults);
+        let help = "Units placed in the VM.";
+        let placed = Value::Whole(counts.placed);
+        add("lacuna_pager_vm_placed_total", help, Kind::Counter, placed);
+        let help = "Faults of the VM answered with zeros.";
+        add(
+            "lacuna_pager_vm_zeros_total",
+            help,
+            Kind::Counter,
+            Value::Whole(counts.zeros),
+        );
+        let help = "Pages that the source has sent to the VM in vain.";
+        add(
+            "lacuna_pager_vm_late_total",
+            help,
+            Kind::Counter,
+            Value::Whole(counts.late),
+        );
+        let help = "Requests of the VM in flight.";
+        let in_flight = Value::Whole(pages.in_flight);
+        add("lacuna_pager_vm_in_flight", help, Kind::Gauge, in_flight);
+        let help = "From a fault of the VM until its page is in place.";
+        let times = Value::Summary(pages.times());
+        add("lacuna_pager_vm_fetch_seconds", help, Kind::Summary, times);
+        let help = "Units of the VM, by state.";
+        let of = ("lacuna_pager_vm_units", help, Kind::Gauge);
+        let UnitCounts {
+            missing,
+            waiting,
+            settled,
+            lost,
+        } = *units;
+        let states = [
+            ("missing", missing),
+            ("waiting", waiting),
+            ("settled", settled),
+            ("lost", lost),
+        ];
+        for (state, count) in states {
+            own.add(of, &[("state", state)], Value::Whole(count));
+        }
+        let help = "How long a thread of the VM has waited for pages.";
+        let of = ("lacuna_pager_vm_stall_seconds_total", help, Kind::Counter);
+        for one in &self.threads {
+            let (thread, seconds) = (one.thread.to_string(), one.stalled.as_secs_f64());
+            own.add(of, &[("thread", &thread)], Value::Real(seconds));
+        }
+        let pid = self.pid.map_or_else(String::new, |pid| pid.to_string());
+        to.extend(&own, &[("vm", &self.number.to_string()), ("pid", &pid)]);
+    }
 }
 
 /// A pager, at about one moment.

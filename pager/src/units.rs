@@ -19,6 +19,7 @@
 //! it reclaims or collapses pages. So a unit that was mapped from the file has a state of its own,
 //! until the VM takes it away: a fault maps the file's page again.
 
+use crate::stats::UnitCounts;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 /// The state of one unit.
@@ -70,6 +71,21 @@ impl Units {
     pub fn get(&self, unit: u64) -> UnitState {
         let word = self.word(unit);
         UnitState::of(word.map_or(UnitState::Lost as u8, |word| word.load(Ordering::Acquire)))
+    }
+
+    /// How many units are in each state, at about one moment.
+    pub fn count(&self) -> UnitCounts {
+        let mut counts = [0; UnitState::Lost as usize + 1];
+        for word in &self.0 {
+            counts[UnitState::of(word.load(Ordering::Relaxed)) as usize] += 1;
+        }
+        let [missing, asked, arrived, settled, shared, lost] = counts;
+        UnitCounts {
+            missing,
+            waiting: asked + arrived,
+            settled: settled + shared,
+            lost,
+        }
     }
 
     /// Whether the unit was missing. It is now asked for.
@@ -145,5 +161,12 @@ mod tests {
         assert_eq!(units.get(2), UnitState::Arrived);
         assert_eq!(units.get(3), UnitState::Lost);
         assert!(!units.ask(3));
+        let counts = UnitCounts {
+            missing: 1,
+            waiting: 0,
+            settled: 2,
+            lost: 0,
+        };
+        assert_eq!(units.count(), counts);
     }
 }

@@ -26,6 +26,7 @@ use crate::peer_process::PeerProcess;
 use crate::placing::{Placed, Put, place, wake};
 use crate::regions::{Regions, Unit};
 use crate::shared_pages::SharedPages;
+use crate::stalls::Stalls;
 use crate::stats::{Count, Counts, PagerCounts, VmStats};
 use crate::units::{UnitState, Units};
 use crate::waiting::{Again, Waiting, WaitingList, WaitingPut};
@@ -61,6 +62,7 @@ pub struct Vm {
     gathering: Mutex<HashMap<u64, Gathering>, lock_order::PagerUnits>,
     waiting: WaitingList,
     window: Window,
+    stalls: Stalls,
     /// Wakes the event thread.
     bell: OwnedFd,
     /// The kernel has said that the process is ending.
@@ -97,6 +99,7 @@ impl Vm {
             gathering: Mutex::default(),
             waiting: WaitingList::default(),
             window: Window::default(),
+            stalls: Stalls::default(),
             bell: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             has_ended: AtomicBool::new(false),
             has_fill_ended: AtomicBool::new(false),
@@ -126,7 +129,12 @@ impl Vm {
         // The kernel returns faults before removals that are older.
         for event in events {
             match event {
-                Event::Fault(fault) => faults.push(fault.page),
+                Event::Fault(fault) => {
+                    if let Some(unit) = self.regions.at(fault.page) {
+                        self.stalls.begin(fault.thread, unit.number);
+                    }
+                    faults.push(fault.page);
+                }
                 Event::Removed(range) | Event::Unmapped(range) => self.remove(uffd, range),
                 Event::Moved { from, to } => self.moved(uffd, from, to),
                 // The child's pages are not served. Dropping its descriptor lets the child
@@ -201,9 +209,13 @@ impl Vm {
             let live = self.live();
             let Some(uffd) = live.as_deref() else { return };
             match self.units.get(unit.number) {
-                UnitState::Missing if self.units.ask(unit.number) => {}
+                UnitState::Missing if self.units.ask(unit.number) => {
+                    self.counts.add(Count::First);
+                }
                 // The answer wakes the thread.
-                UnitState::Missing | UnitState::Asked | UnitState::Arrived => return,
+                UnitState::Missing | UnitState::Asked | UnitState::Arrived => {
+                    return self.counts.add(Count::Joined);
+                }
                 // What waits for this unit wakes the thread.
                 UnitState::Settled | UnitState::Shared if self.waiting.need(&unit) => return,
                 UnitState::Shared => return self.put(Some(uffd), &unit, WaitingPut::Shared),
@@ -336,6 +348,7 @@ impl Vm {
                 return Again::No;
             }
         }
+        self.stalls.end(unit.number);
         match put {
             Put::Pages(_) => drop(self.units.settle(unit.number)),
             Put::Shared => self.units.share(unit.number),
@@ -436,19 +449,27 @@ impl Vm {
         self.process.pid()
     }
 
+    /// Bytes of its memory.
+    pub fn bytes(&self) -> u64 {
+        self.regions.bytes()
+    }
+
     /// Its counters now.
     pub fn counts(&self) -> PagerCounts {
         self.counts.read()
     }
 
-    /// Its counters now, and those of its page source.
-    pub fn stats(&self) -> VmStats {
+    /// Its counters now, and those of its page source. `number` is its own.
+    pub fn stats(&self, number: u64) -> VmStats {
         VmStats {
+            number,
             pid: self.pid(),
-            bytes: self.regions.bytes(),
+            bytes: self.bytes(),
             is_filled: self.has_fill_ended.load(Ordering::Relaxed),
             counts: self.counts(),
             pages: self.source.stats(),
+            units: self.units.count(),
+            threads: self.stalls.read(),
         }
     }
 }

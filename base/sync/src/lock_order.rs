@@ -142,6 +142,7 @@ classes! {
         PagerFill "UnitRequester::gathering (pager)",
         PagerRequests "Window::queue (pager)",
         PagerQuota "Quota (pager)",
+        PagerStalls "Stalls (pager)",
         PagerVms "PagerShared::vms (pager)",
         PagerThread "Pager::thread (pager)",
         ApfArrivals "Arrivals::list (apf)",

@@ -25,37 +25,42 @@ pub struct SourceStats {
     pub p50: Duration,
     /// 99 of 100 provided pages arrived within this time.
     pub p99: Duration,
+    /// 999 of 1000 provided pages arrived within this time.
+    pub p999: Duration,
 }
 
 impl SourceStats {
-    /// Puts the counters into `to`, each with these labels.
-    pub fn fill(&self, to: &mut Metrics, labels: &[(&'static str, &str)]) {
+    /// Puts the counters into `to`.
+    pub fn fill(&self, to: &mut Metrics) {
         let Self {
             asked,
-            provided,
             failed,
             in_flight,
-            p50,
-            p99,
+            ..
         } = *self;
         let help = "Pages requested from the page source.";
         let of = ("lacuna_source_asked_total", help, Kind::Counter);
-        to.add(of, labels, Value::Whole(asked));
+        to.add(of, &[], Value::Whole(asked));
         // A gauge, because a page that the VMM provides meanwhile is taken off again.
         let help = "Pages that the page source has failed to provide.";
         let of = ("lacuna_source_failed", help, Kind::Gauge);
-        to.add(of, labels, Value::Whole(failed));
+        to.add(of, &[], Value::Whole(failed));
         let help = "Pages requested from the page source that have no answer yet.";
         let of = ("lacuna_source_in_flight", help, Kind::Gauge);
-        to.add(of, labels, Value::Whole(in_flight));
-        let times = Summary {
-            count: provided,
-            sum: None,
-            quantiles: vec![(0.5, p50.as_secs_f64()), (0.99, p99.as_secs_f64())],
-        };
+        to.add(of, &[], Value::Whole(in_flight));
         let help = "From the request of a page until it is provided.";
         let of = ("lacuna_source_fetch_seconds", help, Kind::Summary);
-        to.add(of, labels, Value::Summary(times));
+        to.add(of, &[], Value::Summary(self.times()));
+    }
+
+    /// The times as a metric.
+    pub fn times(&self) -> Summary {
+        let quantiles = [(0.5, self.p50), (0.99, self.p99), (0.999, self.p999)];
+        Summary {
+            count: self.provided,
+            sum: None,
+            quantiles: quantiles.map(|(q, time)| (q, time.as_secs_f64())).into(),
+        }
     }
 }
 
@@ -161,7 +166,7 @@ impl Counts {
             .map(|count| count.load(Ordering::Acquire));
         let asked = counts.asked.load(Ordering::Relaxed);
         let times = counts.times();
-        let [p50, p99] = [0.5, 0.99].map(|q| times.0.value_at_quantile(q));
+        let [p50, p99, p999] = [0.5, 0.99, 0.999].map(|q| times.0.value_at_quantile(q));
         SourceStats {
             asked,
             provided,
@@ -169,6 +174,7 @@ impl Counts {
             in_flight: asked.saturating_sub(provided + failed + late),
             p50: Duration::from_nanos(p50),
             p99: Duration::from_nanos(p99),
+            p999: Duration::from_nanos(p999),
         }
     }
 }

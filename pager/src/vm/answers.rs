@@ -4,6 +4,7 @@
 use super::Vm;
 use crate::placing::Put;
 use crate::regions::Unit;
+use crate::stats::Count;
 use crate::units::UnitState;
 use crate::waiting::{Again, WaitingPut};
 use lacuna_addr::PAGE_SIZE;
@@ -38,6 +39,9 @@ impl PageRequester for Vm {
             None => None,
         };
         if self.units.get(unit.number) != UnitState::Asked {
+            if content.is_ok() {
+                self.counts.add(Count::Late);
+            }
             return Answer::Late;
         }
         let gathered;

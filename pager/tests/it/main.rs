@@ -9,6 +9,7 @@ mod lost;
 mod quotas;
 mod random;
 mod removals;
+mod seen;
 mod shared;
 mod shared_hostile;
 mod vmm;

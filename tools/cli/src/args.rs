@@ -39,7 +39,7 @@ pub use machine::RunOn;
 pub use memory::WrongMemory;
 pub use migrate::{MODES, MigrateArgs};
 pub use offload::{OffloadArgs, OffloadCommand, OffloadOn, OffloadRestoreArgs, OffloadSaveArgs};
-pub use pager::{Lost, PagedImage, PagerArgs};
+pub use pager::{Lost, PagedImage, PagerArgs, PagerCommand, TopArgs};
 pub use pager_test::{CHECK_ONE, PagerTestArgs};
 pub use pages::{PagesFrom, Patience};
 pub use run::{Backend, Cpu, RunArgs, SwapMedium, SwapSpec, THP, temp_dir};

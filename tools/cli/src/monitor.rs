@@ -178,7 +178,7 @@ fn rows() -> usize {
 }
 
 /// Where the periods go.
-struct Printer {
+pub(crate) struct Printer {
     /// Gets a line of JSON for each.
     json: Option<(String, Box<dyn Write>)>,
     /// Whether stdout gets text.
@@ -186,7 +186,7 @@ struct Printer {
 }
 
 impl Printer {
-    fn of(json: Option<&JsonTarget>) -> Result<Self, Refusal> {
+    pub(crate) fn of(json: Option<&JsonTarget>) -> Result<Self, Refusal> {
         let has_text = json != Some(&JsonTarget::Stdout);
         let json: Option<(_, Box<dyn Write>)> = match json {
             None => None,
@@ -201,7 +201,11 @@ impl Printer {
     }
 
     /// `Break`: the reader of the output has gone.
-    fn print(&mut self, text: &str, json: &impl Serialize) -> Result<ControlFlow<()>, Refusal> {
+    pub(crate) fn print(
+        &mut self,
+        text: &str,
+        json: &impl Serialize,
+    ) -> Result<ControlFlow<()>, Refusal> {
         let mut printed = ControlFlow::Continue(());
         if let Some((name, target)) = &mut self.json {
             let line = serde_json::to_string(json).expect("every field has a JSON form");

@@ -2,8 +2,9 @@
 
 mod image;
 mod settings;
+mod top;
 
-use crate::args::{Output, PagerArgs};
+use crate::args::{Output, PagerArgs, PagerCommand};
 use crate::exit::Exit;
 use crate::live::{columns, fit};
 use crate::metrics::MetricsSocket;
@@ -17,17 +18,21 @@ use lacuna::migrate::transport::PrivateSocket;
 use lacuna_lab::report::short;
 use lacuna_pager::{Config, Pager};
 use serde::Serialize;
-use settings::Settings;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
+pub use settings::Settings;
+
 /// How often the live line is renewed and signals are checked.
 const LOOK: Duration = Duration::from_millis(200);
 /// The most messages of the pager that wait to be printed.
 const MESSAGES: usize = 256;
+
+/// The most VMs with metrics of their own, the oldest first.
+const VMS_MAX: usize = 256;
 
 /// The result of `lacuna pager`, as JSON.
 #[derive(Serialize)]
@@ -51,10 +56,13 @@ struct PagerReport {
     lost: u64,
 }
 
-/// Serves VMs as `args` say, until a signal arrives and the served VMs have ended; prints a summary
-/// and returns the exit code.
+/// Shows a running pager, or serves VMs as `args` say, until a signal arrives and the served VMs
+/// have ended; prints a summary and returns the exit code.
 pub fn pager(args: &PagerArgs) -> Exit {
-    exit_of(pager_until_signal(args))
+    match &args.what {
+        Some(PagerCommand::Top(args)) => top::top(args),
+        None => exit_of(pager_until_signal(args)),
+    }
 }
 
 fn pager_until_signal(args: &PagerArgs) -> Result<Exit, Refusal> {
@@ -84,6 +92,8 @@ fn pager_until_signal(args: &PagerArgs) -> Result<Exit, Refusal> {
         let mut to = Metrics::default();
         pager.stats().fill(&mut to);
         images.iter().for_each(|image| image.fill(&mut to));
+        let vms = pager.vms();
+        vms.iter().take(VMS_MAX).for_each(|vm| vm.fill(&mut to));
         to
     };
     let began = Instant::now();

@@ -187,7 +187,7 @@ impl PageCounts for GuestPages {
     }
 
     fn fill(&self, to: &mut Metrics) {
-        self.source.stats().fill(to, &[]);
+        self.source.stats().fill(to);
     }
 }
 

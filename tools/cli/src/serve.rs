@@ -36,6 +36,7 @@ struct ServeReport {
     failed: u64,
     p50_ns: u128,
     p99_ns: u128,
+    p999_ns: u128,
 }
 
 /// Serves pages as `args` say, until a signal arrives; prints a summary and returns the exit code.
@@ -89,6 +90,7 @@ fn serve_until_signal(args: &ServeArgs) -> Result<Exit, Refusal> {
         failed: stats.failed,
         p50_ns: stats.p50.as_nanos(),
         p99_ns: stats.p99.as_nanos(),
+        p999_ns: stats.p999.as_nanos(),
     };
     let json = to_json(&report);
     write_result_until_signal(&args.output, &(text + "\n"), &json, &signals)?;
@@ -101,14 +103,14 @@ fn no_thread(error: &io::Error) -> String {
 
 fn line(args: &ServeArgs, server: &Server, stats: &SourceStats, elapsed: Duration) -> String {
     let seconds = elapsed.as_secs_f64().max(1e-3);
-    let [p50, p99] = [stats.p50, stats.p99].map(|t| time(t.as_nanos() as u64));
+    let [p50, p99, p999] = [stats.p50, stats.p99, stats.p999].map(|t| time(t.as_nanos() as u64));
     let failed = match stats.failed {
         0 => String::new(),
         failed => format!(", {failed} failed"),
     };
     format!(
         "serving   {} from {} at {}: {} clients so far, {} pages{failed}; {}/s, p50 {p50}, p99 \
-         {p99}",
+         {p99}, p99.9 {p999}",
         Size(args.memory.0),
         args.source,
         args.socket.display(),

@@ -1,9 +1,9 @@
 //! The options of `lacuna pager`.
 
-use super::{Output, PagesFrom, Patience};
+use super::{Output, Pacing, PagesFrom, Patience};
 use crate::exit::EXIT_CODES;
 use crate::size::Size;
-use clap::{Args, ValueEnum};
+use clap::{Args, Subcommand, ValueEnum};
 use lacuna_pager::WhenLost;
 use serde::Deserialize;
 use serde::de::{Deserializer, Error, SeqAccess, Visitor};
@@ -14,8 +14,15 @@ use std::str::FromStr;
 
 /// `lacuna pager`.
 #[derive(Clone, PartialEq, Debug, Args)]
-#[command(after_help = EXIT_CODES)]
+#[command(
+    after_help = EXIT_CODES,
+    args_conflicts_with_subcommands = true,
+    subcommand_negates_reqs = true
+)]
 pub struct PagerArgs {
+    /// Something else than to serve
+    #[command(subcommand)]
+    pub what: Option<PagerCommand>,
     /// Several images, each with its socket, and all other settings from this file instead of the
     /// options; docs/pager.md has an example
     #[arg(long, value_name = "FILE", conflicts_with_all = ["PagedImage", "metrics"])]
@@ -29,6 +36,24 @@ pub struct PagerArgs {
     /// Where the result goes
     #[command(flatten)]
     pub output: Output,
+}
+
+/// `lacuna pager COMMAND`.
+#[derive(Clone, PartialEq, Debug, Subcommand)]
+pub enum PagerCommand {
+    /// Show a running pager and its VMs, period by period
+    Top(TopArgs),
+}
+
+/// `lacuna pager top`.
+#[derive(Clone, PartialEq, Debug, Args)]
+pub struct TopArgs {
+    /// Where the pager's counters are, as in lacuna pager --metrics
+    #[arg(value_name = "IP:PORT")]
+    pub at: SocketAddr,
+    /// Its periods
+    #[command(flatten)]
+    pub pacing: Pacing,
 }
 
 /// A socket, and what its VMs get: options of the command line, or an `[[image]]` of a file.

@@ -35,6 +35,7 @@ pub struct ImageReport {
     failed: u64,
     p50_ns: u128,
     p99_ns: u128,
+    p999_ns: u128,
 }
 
 /// An image with its source and its socket.
@@ -105,7 +106,9 @@ impl OpenImage {
     /// Puts the counters of its source into `to`.
     pub fn fill(&self, to: &mut Metrics) {
         let socket = self.is.socket.display().to_string();
-        self.source.stats().fill(to, &[("image", &socket)]);
+        let mut own = Metrics::default();
+        self.source.stats().fill(&mut own);
+        to.extend(&own, &[("image", &socket)]);
     }
 
     /// The pages that its source has provided.
@@ -125,6 +128,7 @@ impl OpenImage {
             failed: stats.failed,
             p50_ns: stats.p50.as_nanos(),
             p99_ns: stats.p99.as_nanos(),
+            p999_ns: stats.p999.as_nanos(),
         }
     }
 
@@ -137,10 +141,11 @@ impl OpenImage {
     /// How its source does.
     pub fn times(&self) -> String {
         let stats = self.source.stats();
-        let [p50, p99] = [stats.p50, stats.p99].map(|t| time(t.as_nanos() as u64));
+        let [p50, p99, p999] =
+            [stats.p50, stats.p99, stats.p999].map(|t| time(t.as_nanos() as u64));
         let outage = self.source.outage();
         let outage = outage.map_or_else(String::new, |why| format!("; it gives no page: {why}"));
-        format!("p50 {p50}, p99 {p99}{outage}")
+        format!("p50 {p50}, p99 {p99}, p99.9 {p999}{outage}")
     }
 }
 

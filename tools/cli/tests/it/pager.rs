@@ -194,6 +194,12 @@ fn a_pager_ends_after_its_vms() {
     let guest = guest(&pager.socket, options).spawn().unwrap();
     let mut guest = Running(guest);
     pager.wait_for_vms(1);
+    let mut top = Command::new(env!("CARGO_BIN_EXE_lacuna"));
+    top.args(["pager", "top", &pager.metrics]);
+    let top = top.args(["--every", "100ms", "--count", "1", "--json", "-"]);
+    let json: serde_json::Value = serde_json::from_slice(&top.output().unwrap().stdout).unwrap();
+    assert_eq!(json["served"][0]["pid"], guest.0.id().to_string(), "{json}");
+    assert_eq!(json["served"][0]["bytes"], MEMORY, "{json}");
     pager.process.send(Signal::TERM);
     let said = pager.errors.next().unwrap().unwrap();
     assert!(said.contains("1 VMs need this pager"), "{said}");
