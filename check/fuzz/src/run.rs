@@ -3,7 +3,7 @@
 use crate::migrated::{snapshot, stream};
 use crate::pulse::Pulse;
 use crate::tally::Tally;
-use crate::{command, control, images, machine, threads};
+use crate::{command, control, images, machine, pager, threads};
 use lacuna_machine::Exit;
 use std::fmt;
 use std::ops::Range;
@@ -29,11 +29,13 @@ pub enum Kind {
     Command,
     /// Clients of a control socket.
     Control,
+    /// Messages of VMMs to a pager, and its files.
+    Pager,
 }
 
 impl Kind {
     /// All kinds, in the order in which `all` runs them.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Machine,
         Self::Threads,
         Self::Images,
@@ -41,6 +43,7 @@ impl Kind {
         Self::Snapshot,
         Self::Command,
         Self::Control,
+        Self::Pager,
     ];
 
     /// Its name on the command line.
@@ -53,6 +56,7 @@ impl Kind {
             Self::Snapshot => "snapshot",
             Self::Command => "command",
             Self::Control => "control",
+            Self::Pager => "pager",
         }
     }
 }
@@ -223,5 +227,6 @@ fn body(kind: Kind, run: &mut Run<'_>) {
         Kind::Snapshot => snapshot::run(run),
         Kind::Command => command::run(run),
         Kind::Control => control::run(run),
+        Kind::Pager => pager::run(run.seed, run.pulse, run.tally),
     }
 }

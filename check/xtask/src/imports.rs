@@ -221,6 +221,8 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-migrate",
             "lacuna-soft",
             "lacuna-guest",
+            "lacuna-pager",
+            "lacuna-cli",
         ],
     ),
     (

@@ -68,6 +68,12 @@ fn some_seeds_of_each_kind() {
     for way in ["restored", "restored lazily"] {
         assert!(snapshot.count("snapshots", way) > 3, "{way}: {snapshot}");
     }
+    let pager = run(Kind::Pager, 1..9);
+    for group in ["messages of VMMs", "files of a pager"] {
+        for answer in ["accepted", "refused"] {
+            assert!(pager.count(group, answer) > 10, "{group} {answer}: {pager}");
+        }
+    }
     let control = run(Kind::Control, 1..3);
     if control.operations == 0 {
         lacuna_skip::skip("the control socket: the lacuna binary is not built");
