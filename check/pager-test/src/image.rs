@@ -130,7 +130,7 @@ fn pages(bytes: u64) -> Result<u64, ImageError> {
 }
 
 /// The bytes of page `page` of a made file.
-fn content(page: u64) -> [u8; PAGE_SIZE] {
+pub fn content(page: u64) -> [u8; PAGE_SIZE] {
     let mut bytes = [0; PAGE_SIZE];
     fastrand::Rng::with_seed(page).fill(&mut bytes[8..CHECKED]);
     bytes[..8].copy_from_slice(&page.to_le_bytes());

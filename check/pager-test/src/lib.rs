@@ -1,4 +1,5 @@
-//! A conformance suite for page-fault handlers that speak Firecracker's userfaultfd handshake.
+//! A conformance suite for page-fault handlers that speak Firecracker's userfaultfd handshake, and
+//! for daemons that save and restore VMs by Cloud Hypervisor's migration protocol ([`Daemons`]).
 //!
 //! It plays the VMM's side without `/dev/kvm`, and provokes each race of userfaultfd. A caller
 //! makes a memory file, starts the handler with it, and checks [`rules`](all):
@@ -37,27 +38,40 @@
 //!
 //! | file | job |
 //! |---|---|
-//! | `suite`, `report` | the process of a whole run; results |
+//! | `suite`, `report` | the process of a whole run for a handler; results |
 //! | `rule`, `rules` | a rule and its lines to the suite; the table of rules |
+//! | `verdict` | how a rule ends, and the events before |
 //! | `vm`, `worker` | a VM without vCPUs, its threads |
 //! | `memory`, `image` | mapped memory; the memory file |
-//! | `queue` | whether the handler has read all bytes |
+//! | `queue` | whether the other side has read all bytes |
+//! | `daemon`, `process` | a whole run for daemons; a process of one |
+//! | `trial`, `restore` | the VMM that sends a VM to a daemon, or receives it |
+//! | `frame`, `saved` | the protocol; the VM that is saved |
 //!
 //! An *unsafe room*: a VM's memory is mapped, and threads access pages while the handler fills
 //! them.
 
+mod daemon;
+mod frame;
 mod image;
 mod memory;
+mod process;
 mod queue;
 mod report;
+mod restore;
 mod rule;
 mod rules;
+mod saved;
 mod suite;
+mod trial;
+mod verdict;
 mod vm;
 mod worker;
 
+pub use daemon::Daemons;
 pub use image::{Image, ImageError};
 pub use report::{Outcome, Report, Reports};
-pub use rule::{Needs, Rule};
+pub use rule::Rule;
 pub use rules::all;
 pub use suite::{Suite, SuiteError, check_one, chosen};
+pub use verdict::Target;

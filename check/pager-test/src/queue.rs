@@ -1,4 +1,4 @@
-//! How much of what was sent is unread.
+//! Whether the other side has read what was sent.
 //!
 //! UNSAFETY: one ioctl that rustix lacks.
 
@@ -6,6 +6,10 @@ use rustix::fd::AsFd;
 use rustix::io;
 use rustix::ioctl::{Getter, Opcode, ioctl};
 use std::os::raw::c_int;
+use std::time::Duration;
+
+/// The time between two tries for something that another process or thread does.
+pub const LOOK: Duration = Duration::from_millis(1);
 
 /// `SIOCOUTQ` (`asm-generic/ioctls.h` has the same number under the name `TIOCOUTQ`).
 const OUT_QUEUE: Opcode = 0x5411;

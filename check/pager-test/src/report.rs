@@ -1,6 +1,7 @@
 //! Results of rules, for people and for programs.
 
 use crate::rule::Rule;
+use crate::verdict::{Stop, Verdict};
 use serde::{Serialize, Serializer};
 use std::fmt::{self, Display};
 use std::time::Duration;
@@ -9,9 +10,9 @@ use std::time::Duration;
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "lowercase", tag = "outcome")]
 pub enum Outcome {
-    /// The handler meets it.
+    /// The program under test meets it.
     Pass,
-    /// The handler breaks it.
+    /// The program breaks it.
     Failed {
         /// What the rule requires at the point where it failed.
         expected: String,
@@ -35,6 +36,16 @@ impl Outcome {
     }
 }
 
+impl From<Verdict> for Outcome {
+    fn from(verdict: Verdict) -> Self {
+        match verdict {
+            Ok(()) => Self::Pass,
+            Err(Stop::Failed { expected, seen }) => Self::Failed { expected, seen },
+            Err(Stop::Skipped(reason)) => Self::Skipped { reason },
+        }
+    }
+}
+
 /// A rule, its result, and what happened.
 #[derive(Debug)]
 pub struct Report {
@@ -49,7 +60,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Whether the handler breaks the rule.
+    /// Whether the program under test breaks the rule.
     pub fn is_failed(&self) -> bool {
         matches!(self.outcome, Outcome::Failed { .. })
     }
@@ -84,7 +95,7 @@ impl Serialize for Report {
 pub struct Reports(pub Vec<Report>);
 
 impl Reports {
-    /// The number of rules that the handler breaks.
+    /// The number of rules that the program under test breaks.
     pub fn failed(&self) -> usize {
         self.0.iter().filter(|report| report.is_failed()).count()
     }

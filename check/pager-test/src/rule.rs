@@ -1,10 +1,12 @@
 //! A rule, what its function gets, and how it ends.
 
 use crate::image::Image;
+use crate::trial::Trial;
+use crate::verdict::{Target, Verdict};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// A requirement that a handler meets or breaks.
+/// A requirement that a program under test meets or breaks.
 #[derive(Debug)]
 pub struct Rule {
     /// Its stable name.
@@ -13,15 +15,32 @@ pub struct Rule {
     pub requires: &'static str,
     /// The thread of a project where the mistake was reported, or the interface's text.
     pub origin: &'static str,
-    /// The VMs that it needs.
-    pub needs: Needs,
     /// Checks it.
-    pub(crate) check: fn(&Subject) -> Verdict,
+    pub(crate) check: Check,
 }
 
-/// The VMs that a rule connects.
+impl Rule {
+    /// The program that it is about.
+    pub fn target(&self) -> Target {
+        match self.check {
+            Check::Handler(..) => Target::Handler,
+            Check::Daemon(target, _) => target,
+        }
+    }
+}
+
+/// How a rule is checked.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Check {
+    /// In a process of its own, which is the VMs.
+    Handler(Needs, fn(&Subject) -> Verdict),
+    /// In the suite's process: no thread of it accesses memory that the daemon fills.
+    Daemon(Target, fn(&Trial<'_>) -> Verdict),
+}
+
+/// The VMs that a rule connects to a handler.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Needs {
+pub(crate) enum Needs {
     /// One.
     OneVm,
     /// Several, one after the other or at once. A handler that is started for each VM is not asked.
@@ -48,28 +67,6 @@ pub(crate) struct Order {
     /// This process is a VM that the suite kills, and checks no rule.
     pub(crate) is_victim: bool,
 }
-
-/// A rule that is not met, or that could not be checked.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) enum Stop {
-    Failed { expected: String, seen: String },
-    Skipped(String),
-}
-
-impl Stop {
-    pub(crate) fn failed(expected: impl Into<String>, seen: impl Into<String>) -> Self {
-        let (expected, seen) = (expected.into(), seen.into());
-        Self::Failed { expected, seen }
-    }
-
-    /// The host refuses something that the rule needs.
-    pub(crate) fn host(what: &str) -> impl Fn(lacuna_sys::Errno) -> Self {
-        move |errno| Self::Skipped(format!("this host cannot {what}: {errno}"))
-    }
-}
-
-/// The result of a rule's function.
-pub(crate) type Verdict = Result<(), Stop>;
 
 /// A line from the process of a rule to the suite.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]

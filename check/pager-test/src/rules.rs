@@ -1,9 +1,13 @@
 //! The table of rules.
 
 mod content;
+mod demand;
 mod huge;
 mod messages;
+mod refusals;
 mod removal;
+mod restore;
+mod save;
 mod vms;
 mod waiters;
 
@@ -19,6 +23,10 @@ const TABLES: &[&[Rule]] = &[
     huge::RULES,
     messages::RULES,
     vms::RULES,
+    save::RULES,
+    refusals::RULES,
+    restore::RULES,
+    demand::RULES,
 ];
 
 /// The rule with this name.

@@ -1,10 +1,11 @@
 //! The suite's process: it starts a process for each rule, and reads its lines.
 
 use crate::image::{Image, ImageError};
+use crate::queue::LOOK;
 use crate::report::{Outcome, Report};
-use crate::rule::{Line, Needs, Order, Rule, Stop, Subject};
+use crate::rule::{Check, Line, Needs, Order, Rule, Subject};
 use crate::rules::{all, be_killed, rule};
-use crate::vm::LOOK;
+use crate::verdict::{Stop, Target, Verdict, keep};
 use lacuna_sys::Userfaultfd;
 use rustix::process::{Signal, set_parent_process_death_signal};
 use std::collections::VecDeque;
@@ -16,8 +17,6 @@ use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Events that a report keeps: the last ones before the end.
-const EVENTS: usize = 40;
 /// A handler that has closed the connection has probably died. So the limit is divided by this.
 const AFTER_CLOSE: u32 = 10;
 /// VMs that a rule about killed ones kills.
@@ -93,14 +92,15 @@ impl Suite {
     pub fn run(&self, rule: &'static Rule) -> Result<Report, SuiteError> {
         let begin = Instant::now();
         let mut events = VecDeque::new();
-        let outcome = match self.restart {
-            Some(_) if rule.needs != Needs::OneVm => Outcome::Skipped {
+        let outcome = match (&rule.check, &self.restart) {
+            (Check::Daemon(target, _), _) => Err(Stop::without(*target)).into(),
+            (Check::Handler(needs, _), Some(_)) if *needs != Needs::OneVm => Outcome::Skipped {
                 reason: "a handler that is started for each VM (--restart) serves no next VM"
                     .into(),
             },
-            _ => {
+            (Check::Handler(needs, _), _) => {
                 self.restart_handler()?;
-                self.judge(rule, &mut events)?
+                self.judge(rule, *needs, &mut events)?
             }
         };
         Ok(Report {
@@ -150,8 +150,13 @@ impl Suite {
         }
     }
 
-    fn judge(&self, rule: &Rule, events: &mut VecDeque<String>) -> Result<Outcome, SuiteError> {
-        if rule.needs == Needs::KilledVms {
+    fn judge(
+        &self,
+        rule: &Rule,
+        needs: Needs,
+        events: &mut VecDeque<String>,
+    ) -> Result<Outcome, SuiteError> {
+        if needs == Needs::KilledVms {
             for _ in 0..KILLED {
                 let outcome = self.watch(self.start(rule, true)?, events);
                 // The VM's process is killed here, while the handler has faults of it.
@@ -207,13 +212,6 @@ impl Suite {
             }
         }
     }
-}
-
-fn keep(events: &mut VecDeque<String>, text: String) {
-    if events.len() == EVENTS {
-        events.pop_front();
-    }
-    events.push_back(text);
 }
 
 /// What a process of a rule does next.
@@ -280,9 +278,10 @@ pub fn check_one(order: &str) -> Result<(), String> {
     let rule = rule(&order.rule).ok_or_else(|| format!("{} is no rule", order.rule))?;
     let image = Image::open(Path::new(&order.memory)).map_err(|error| error.to_string())?;
     let subject = Subject { order, image };
-    let verdict = match subject.order.is_victim {
-        true => be_killed(&subject),
-        false => (rule.check)(&subject),
+    let verdict: Verdict = match rule.check {
+        Check::Handler(..) if subject.order.is_victim => be_killed(&subject),
+        Check::Handler(_, check) => check(&subject),
+        Check::Daemon(..) => return Err(format!("{} is no rule for a handler", rule.name)),
     };
     match verdict {
         Ok(()) => Line::Pass,
@@ -293,13 +292,15 @@ pub fn check_one(order: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// The rules with these names, or all for an empty list.
+/// The rules with these names. For an empty list, all rules for `targets`.
 ///
 /// # Errors
 /// The first name that is no rule's.
-pub fn chosen(names: &[String]) -> Result<Vec<&'static Rule>, &str> {
+pub fn chosen<'a>(names: &'a [String], targets: &[Target]) -> Result<Vec<&'static Rule>, &'a str> {
     if names.is_empty() {
-        return Ok(all().collect());
+        return Ok(all()
+            .filter(|rule| targets.contains(&rule.target()))
+            .collect());
     }
     let found = names.iter().map(|name| rule(name).ok_or(name.as_str()));
     found.collect()

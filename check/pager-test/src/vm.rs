@@ -2,8 +2,9 @@
 
 use crate::image::{Image, describe};
 use crate::memory::{BLOCK, Region, WORDS, load, remove, store};
-use crate::queue::unread;
-use crate::rule::{Line, Stop, Subject, Verdict, event, expect};
+use crate::queue::{LOOK, unread};
+use crate::rule::{Line, Subject, event, expect};
+use crate::verdict::{Stop, Verdict};
 use lacuna_addr::{Hva, HvaRange, PAGE_SIZE};
 use lacuna_source::{HandlerRegion, send_regions};
 use lacuna_sys::{Partial, Userfaultfd, Waiters};
@@ -14,10 +15,6 @@ use std::ops::Range;
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::thread;
-use std::time::Duration;
-
-/// The time between two tries for something that another process or thread does.
-pub(crate) const LOOK: Duration = Duration::from_millis(1);
 
 /// Pages that a line of the report stands for.
 const CHUNK: usize = 16;

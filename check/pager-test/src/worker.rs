@@ -1,7 +1,7 @@
 //! Threads of a VM: each may wait for a page, or for the handler to read a removal.
 
-use crate::rule::{Stop, Verdict};
-use crate::vm::LOOK;
+use crate::queue::LOOK;
+use crate::verdict::{Stop, Verdict};
 use rustix::thread::gettid;
 use std::fs;
 use std::sync::mpsc;

@@ -241,7 +241,8 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-virtio",
         ],
     ),
-    // The VMM's side of the handshake with a page-fault handler, and nothing of a VMM beside it.
+    // The VMM's side of a protocol with a page-fault handler or a daemon, and nothing of a VMM
+    // beside it.
     (
         "lacuna-pager-test",
         &["lacuna-addr", "lacuna-source", "lacuna-sys"],

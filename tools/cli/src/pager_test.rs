@@ -1,4 +1,5 @@
-//! `lacuna pager-test`: rules for a page-fault handler, which may be of another project.
+//! `lacuna pager-test`: rules for a page-fault handler, or for daemons that save and restore VMs.
+//! They may be of another project.
 
 use crate::args::{CHECK_ONE, PagerTestArgs};
 use crate::exit::Exit;
@@ -9,7 +10,9 @@ use crate::signals::Signals;
 use crate::size::Size;
 use crate::test::Tested;
 use lacuna_lab::result::to_json;
-use lacuna_pager_test::{Image, Reports, Rule, Suite, all, check_one, chosen};
+use lacuna_pager_test::{
+    Daemons, Image, Report, Reports, Rule, Suite, SuiteError, Target, all, check_one, chosen,
+};
 use std::path::Path;
 use std::process::Command;
 
@@ -28,7 +31,11 @@ pub fn pager_test(args: &PagerTestArgs) -> Exit {
     if let Some(make) = &args.make_memory {
         return done(make_memory(make));
     }
-    let rules = match chosen(&args.rules) {
+    let checked = match Checked::of(args) {
+        Ok(checked) => checked,
+        Err(why) => return done(Err(why)),
+    };
+    let rules = match chosen(&args.rules, &checked.targets()) {
         Ok(rules) => rules,
         Err(name) => {
             let names: Vec<&str> = all().map(|rule| rule.name).collect();
@@ -38,7 +45,61 @@ pub fn pager_test(args: &PagerTestArgs) -> Exit {
             )));
         }
     };
-    reported(&args.output, |signals| run(args, &rules, signals))
+    reported(&args.output, |signals| run(args, &checked, &rules, signals))
+}
+
+/// The programs that a run checks.
+enum Checked {
+    Handler(Box<Suite>),
+    Daemons(Daemons),
+}
+
+impl Checked {
+    fn of(args: &PagerTestArgs) -> Result<Self, String> {
+        let daemons = [
+            (Target::SaveDaemon, &args.save_daemon),
+            (Target::RestoreDaemon, &args.restore_daemon),
+            (Target::OnDemandDaemon, &args.on_demand_daemon),
+        ];
+        let given = |(target, command): (_, &Option<String>)| Some((target, command.clone()?));
+        let daemons: Vec<_> = daemons.into_iter().filter_map(given).collect();
+        if !daemons.is_empty() {
+            return Daemons::new(daemons, args.timeout).map(Self::Daemons);
+        }
+        Ok(Self::Handler(Box::new(Suite {
+            socket: args.socket.clone().unwrap_or_default(),
+            memory: args.memory.clone().unwrap_or_default(),
+            timeout: args.timeout,
+            restart: args.restart.clone(),
+            again: Box::new(|order| {
+                let mut command = Command::new("/proc/self/exe");
+                command.args(["pager-test", &format!("--{CHECK_ONE}"), order]);
+                command
+            }),
+        })))
+    }
+
+    fn targets(&self) -> Vec<Target> {
+        match self {
+            Self::Handler(_) => vec![Target::Handler],
+            Self::Daemons(daemons) => daemons.targets(),
+        }
+    }
+
+    /// Checks what the suite itself needs.
+    fn check_host(&self) -> Result<(), SuiteError> {
+        match self {
+            Self::Handler(suite) => suite.check_socket().and_then(|()| suite.check_host()),
+            Self::Daemons(_) => Ok(()),
+        }
+    }
+
+    fn run(&self, rule: &'static Rule) -> Result<Report, SuiteError> {
+        match self {
+            Self::Handler(suite) => suite.run(rule),
+            Self::Daemons(daemons) => Ok(daemons.run(rule)),
+        }
+    }
 }
 
 fn make_memory(make: &[String]) -> Result<(), String> {
@@ -51,29 +112,23 @@ fn make_memory(make: &[String]) -> Result<(), String> {
     Image::make(Path::new(file), size.0).map_err(|error| error.to_string())
 }
 
-fn run(args: &PagerTestArgs, rules: &[&'static Rule], signals: &Signals) -> Results {
-    let suite = Suite {
-        socket: args.socket.clone().unwrap_or_default(),
-        memory: args.memory.clone().unwrap_or_default(),
-        timeout: args.timeout,
-        restart: args.restart.clone(),
-        again: Box::new(|order| {
-            let mut command = Command::new("/proc/self/exe");
-            command.args(["pager-test", &format!("--{CHECK_ONE}"), order]);
-            command
-        }),
-    };
+fn run(
+    args: &PagerTestArgs,
+    tested: &Checked,
+    rules: &[&'static Rule],
+    signals: &Signals,
+) -> Results {
     let live = progress::line(args.output.quiet);
     let (mut reports, mut ended_early) = (Reports::default(), None);
     let mut exit = Exit::Done;
-    let mut checked = suite.check_socket().and_then(|()| suite.check_host());
+    let mut checked = tested.check_host();
     for rule in rules.iter().copied() {
         if checked.is_err() {
             break;
         }
         live.set_message(rule.name);
         live.tick();
-        let report = suite.run(rule);
+        let report = tested.run(rule);
         // The rule's process gets the signals of a terminal too.
         if let Some(signal) = signals.caught() {
             exit = Exit::Interrupted(signal);

@@ -1,7 +1,8 @@
 //! A missing page gets the content that the memory file has for it.
 
 use crate::memory::{WORDS, load, store_word};
-use crate::rule::{Needs, Rule, Stop, Subject, Verdict, event, expect};
+use crate::rule::{Check, Needs, Rule, Subject, event, expect};
+use crate::verdict::{Stop, Verdict};
 use crate::vm::{Vm, second_begins};
 use crate::worker::{Worker, join_all};
 use fastrand::Rng;
@@ -13,39 +14,34 @@ pub(crate) const RULES: &[Rule] = &[
         requires: "each page has the content of its place in the memory file, read from the first \
                    to the last",
         origin: "the handshake: copy from offset + (address - base)",
-        needs: Needs::OneVm,
-        check: content_in_order,
+        check: Check::Handler(Needs::OneVm, content_in_order),
     },
     Rule {
         name: "content-random",
         requires: "each page has its content in any order of the faults, because a handler that \
                    reads ahead may fill a page twice",
         origin: "the handshake: EEXIST means done",
-        needs: Needs::OneVm,
-        check: content_random,
+        check: Check::Handler(Needs::OneVm, content_random),
     },
     Rule {
         name: "content-threads",
         requires: "each page has its content if many threads fault at once, because one read of \
                    the descriptor may return several events",
         origin: "userfaultfd(2); cloud-hypervisor#8756",
-        needs: Needs::OneVm,
-        check: content_threads,
+        check: Check::Handler(Needs::OneVm, content_threads),
     },
     Rule {
         name: "first-access-writes",
         requires: "a write to a missing page keeps the rest of the page's content",
         origin: "userfaultfd(2): UFFD_PAGEFAULT_FLAG_WRITE",
-        needs: Needs::OneVm,
-        check: first_access_writes,
+        check: Check::Handler(Needs::OneVm, first_access_writes),
     },
     Rule {
         name: "two-regions",
         requires: "the page of an address comes from its own region's offset, also if the second \
                    region is at lower addresses",
         origin: "the handshake: offsets add up over the regions",
-        needs: Needs::OneVm,
-        check: two_regions,
+        check: Check::Handler(Needs::OneVm, two_regions),
     },
 ];
 

@@ -1,8 +1,10 @@
 //! Huge pages: transparent ones beside missing pages, and pages of hugetlbfs.
 
 use crate::memory::{BLOCK, HeldHugePage, Region, store};
-use crate::rule::{Needs, Rule, Stop, Subject, Verdict, event, expect};
-use crate::vm::{LOOK, Vm};
+use crate::queue::LOOK;
+use crate::rule::{Check, Needs, Rule, Subject, event, expect};
+use crate::verdict::{Stop, Verdict};
+use crate::vm::Vm;
 use crate::worker::{Worker, join_all};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::fs;
@@ -14,31 +16,27 @@ pub(crate) const RULES: &[Rule] = &[
         requires: "beside and within a transparent huge page, a fault or a removal changes its own \
                    page alone",
         origin: "cloud-hypervisor#8663: zero neighbours",
-        needs: Needs::OneVm,
-        check: huge_page_neighbours,
+        check: Check::Handler(Needs::OneVm, huge_page_neighbours),
     },
     Rule {
         name: "hugetlb-content",
         requires: "a region of huge pages is filled in whole pages of page_size bytes",
         origin: "firecracker#6064; the handshake: page_size",
-        needs: Needs::OneVm,
-        check: hugetlb_content,
+        check: Check::Handler(Needs::OneVm, hugetlb_content),
     },
     Rule {
         name: "hugetlb-removed",
         requires: "a removed huge page reads zeros; UFFDIO_ZEROPAGE does not make one, so the \
                    handler copies zeros",
         origin: "userfaultfd(2): UFFDIO_ZEROPAGE",
-        needs: Needs::OneVm,
-        check: hugetlb_removed,
+        check: Check::Handler(Needs::OneVm, hugetlb_removed),
     },
     Rule {
         name: "hugetlb-exhausted",
         requires: "if a fill fails because no huge page is free, the thread waits, and is served \
                    when one is free",
         origin: "ioctl_userfaultfd(2): ENOMEM; some kernels report EEXIST",
-        needs: Needs::OneVm,
-        check: hugetlb_exhausted,
+        check: Check::Handler(Needs::OneVm, hugetlb_exhausted),
     },
 ];
 

@@ -1,7 +1,8 @@
 //! The message of the handshake: its forms, and wrong ones.
 
 use super::vms::next_vm;
-use crate::rule::{Needs, Rule, Stop, Subject, Verdict, event, expect};
+use crate::rule::{Check, Needs, Rule, Subject, event, expect};
+use crate::verdict::{Stop, Verdict};
 use crate::vm::{Connection, Vm, not_sent};
 use lacuna_addr::PAGE_SIZE;
 use lacuna_source::send_text;
@@ -21,8 +22,7 @@ const fn form(
         name,
         requires,
         origin,
-        needs: Needs::OneVm,
-        check,
+        check: Check::Handler(Needs::OneVm, check),
     }
 }
 
@@ -103,22 +103,19 @@ pub(crate) const RULES: &[Rule] = &[
         name: "closed-early",
         requires: "a connection that closes without a message stops no other VM",
         origin: WRONG,
-        needs: Needs::SeveralVms,
-        check: closed_early,
+        check: Check::Handler(Needs::SeveralVms, closed_early),
     },
     Rule {
         name: "half-message",
         requires: "a connection that closes within the message stops no other VM",
         origin: WRONG,
-        needs: Needs::SeveralVms,
-        check: half_message,
+        check: Check::Handler(Needs::SeveralVms, half_message),
     },
     Rule {
         name: "second-message",
         requires: "a second message on a connection stops no other VM",
         origin: "the handshake: no other message ever",
-        needs: Needs::SeveralVms,
-        check: second_message,
+        check: Check::Handler(Needs::SeveralVms, second_message),
     },
 ];
 

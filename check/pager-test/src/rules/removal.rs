@@ -4,8 +4,10 @@
 //! EAGAIN. A read of the descriptor returns faults first, so the handler may get a fault before an
 //! earlier removal.
 
-use crate::rule::{Needs, Rule, Stop, Subject, Verdict, event, expect};
-use crate::vm::{LOOK, Vm, range_text, second_begins};
+use crate::queue::LOOK;
+use crate::rule::{Check, Needs, Rule, Subject, event, expect};
+use crate::verdict::{Stop, Verdict};
+use crate::vm::{Vm, range_text, second_begins};
 use crate::worker::{Worker, join_all};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -17,79 +19,69 @@ pub(crate) const RULES: &[Rule] = &[
         requires: "a page that was removed reads zeros, also after it was written and removed \
                    again, because the guest has given its content up",
         origin: "firecracker#5021; e2b-dev/infra#1896",
-        needs: Needs::OneVm,
-        check: removed_reads_zeros,
+        check: Check::Handler(Needs::OneVm, removed_reads_zeros),
     },
     Rule {
         name: "removed-never-read",
         requires: "a page that is removed before its first access reads zeros",
         origin: "firecracker#5566: a balloon after a restore",
-        needs: Needs::OneVm,
-        check: removed_never_read,
+        check: Check::Handler(Needs::OneVm, removed_never_read),
     },
     Rule {
         name: "removed-range-ends",
         requires: "the pages beside a removed range keep their content: the event's end is the \
                    first address behind the range",
         origin: "userfaultfd(2): UFFD_EVENT_REMOVE",
-        needs: Needs::OneVm,
-        check: removed_range_ends,
+        check: Check::Handler(Needs::OneVm, removed_range_ends),
     },
     Rule {
         name: "removed-region",
         requires: "a whole region can be removed: all of its pages read zeros, the other region \
                    keeps its content",
         origin: "userfaultfd(2): UFFD_EVENT_REMOVE",
-        needs: Needs::OneVm,
-        check: removed_region,
+        check: Check::Handler(Needs::OneVm, removed_region),
     },
     Rule {
         name: "removed-across-regions",
         requires: "one removal may cover pages of two regions, because the kernel merges adjacent \
                    mappings",
         origin: "userfaultfd(2): UFFD_EVENT_REMOVE",
-        needs: Needs::OneVm,
-        check: removed_across_regions,
+        check: Check::Handler(Needs::OneVm, removed_across_regions),
     },
     Rule {
         name: "removal-without-fault",
         requires: "the handler reads removals also after it has filled all pages, because the \
                    removing thread waits for that",
         origin: "firecracker#4990: a frozen VM",
-        needs: Needs::OneVm,
-        check: removal_without_fault,
+        check: Check::Handler(Needs::OneVm, removal_without_fault),
     },
     Rule {
         name: "fault-beside-removal",
         requires: "if a fill fails with EAGAIN, the handler reads the removal and tries again, \
                    also if no other event follows",
         origin: "firecracker#5056: endless EAGAIN",
-        needs: Needs::OneVm,
-        check: fault_beside_removal,
+        check: Check::Handler(Needs::OneVm, fault_beside_removal),
     },
     Rule {
         name: "fault-before-removal",
         requires: "a fault that is read before the removal of its page gets zeros if its fill \
                    comes after the removal, never the old content",
         origin: "firecracker#5056; e2b-dev/infra#2520",
-        needs: Needs::OneVm,
-        check: fault_before_removal,
+        check: Check::Handler(Needs::OneVm, fault_before_removal),
     },
     Rule {
         name: "many-removals",
         requires: "the handler reads all unread removals before it gives a fault up, because each \
                    of them causes EAGAIN",
         origin: "firecracker#5056; fcvm#961",
-        needs: Needs::OneVm,
-        check: many_removals,
+        check: Check::Handler(Needs::OneVm, many_removals),
     },
     Rule {
         name: "removal-storm",
         requires: "under removals and faults of many threads no page is wrong and no thread waits \
                    for ever",
         origin: "firecracker#5566; buildbuddy#8406",
-        needs: Needs::OneVm,
-        check: removal_storm,
+        check: Check::Handler(Needs::OneVm, removal_storm),
     },
 ];
 

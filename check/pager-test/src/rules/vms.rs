@@ -1,7 +1,8 @@
 //! A handler that serves several VMs keeps serving the others.
 
 use crate::memory::load;
-use crate::rule::{Line, Needs, Rule, Subject, Verdict, event, expect};
+use crate::rule::{Check, Line, Needs, Rule, Subject, event, expect};
+use crate::verdict::Verdict;
 use crate::vm::{Connection, Vm};
 use crate::worker::{Worker, join_all};
 use fastrand::Rng;
@@ -14,23 +15,20 @@ pub(crate) const RULES: &[Rule] = &[
         requires: "two VMs are served at the same time, and a removal in one changes no page of \
                    the other",
         origin: "cloud-hypervisor#8644: one manager for several VMs",
-        needs: Needs::SeveralVms,
-        check: two_vms_at_once,
+        check: Check::Handler(Needs::SeveralVms, two_vms_at_once),
     },
     Rule {
         name: "silent-client",
         requires: "a connection without a message stops no other VM",
         origin: "cloud-hypervisor#8644: one manager for several VMs",
-        needs: Needs::SeveralVms,
-        check: silent_client,
+        check: Check::Handler(Needs::SeveralVms, silent_client),
     },
     Rule {
         name: "killed-vm",
         requires: "after a VM was killed in the middle of its faults the handler serves the next \
                    one, although no event reports the death and fills fail with ESRCH",
         origin: "fcvm#744",
-        needs: Needs::KilledVms,
-        check: next_vm,
+        check: Check::Handler(Needs::KilledVms, next_vm),
     },
 ];
 

@@ -1,6 +1,7 @@
 //! Each thread that waits for a page continues.
 
-use crate::rule::{Needs, Rule, Stop, Subject, Verdict, event, expect};
+use crate::rule::{Check, Needs, Rule, Subject, event, expect};
+use crate::verdict::{Stop, Verdict};
 use crate::vm::Vm;
 use crate::worker::{Worker, join_all};
 use std::thread;
@@ -11,16 +12,14 @@ pub(crate) const RULES: &[Rule] = &[
         requires: "if UFFDIO_COPY fails with EEXIST, the handler calls UFFDIO_WAKE, because the \
                    page may be in place while its threads still sleep",
         origin: "crosvm's vmm-swap, repaired there; the handshake: EEXIST means done, then wake",
-        needs: Needs::OneVm,
-        check: filled_by_another,
+        check: Check::Handler(Needs::OneVm, filled_by_another),
     },
     Rule {
         name: "one-page-many-threads",
         requires: "all threads that wait for one page continue, whatever number of events they \
                    have caused",
         origin: "userfaultfd(2): each thread has its own event",
-        needs: Needs::OneVm,
-        check: one_page_many_threads,
+        check: Check::Handler(Needs::OneVm, one_page_many_threads),
     },
 ];
 

@@ -1,7 +1,9 @@
 //! Which rules find which mistake.
 
 use crate::handler::{Fault, Handler, Memory};
-use lacuna_pager_test::{Image, Outcome, Report, Reports, Rule, Suite, all, check_one, chosen};
+use lacuna_pager_test::{
+    Image, Outcome, Report, Reports, Rule, Suite, Target, all, check_one, chosen,
+};
 use lacuna_skip::{HugePages, test};
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -81,7 +83,8 @@ impl Fixture {
 /// The rules that need no huge pages. Those that do take pages of the whole machine, so they have a
 /// test of their own.
 fn others() -> impl Iterator<Item = &'static Rule> {
-    all().filter(|rule| !needs_huge_pages(rule))
+    let rules = all().filter(|rule| rule.target() == Target::Handler);
+    rules.filter(|rule| !needs_huge_pages(rule))
 }
 
 fn needs_huge_pages(rule: &Rule) -> bool {
@@ -395,7 +398,7 @@ fn a_handler_is_started_for_each_rule() {
     let started = fixture.folder.path().join("started");
     suite.restart = Some(format!("echo x >> {}", started.display()));
     let names = ["removed-never-read", "two-vms-at-once", "garbage"].map(String::from);
-    let rules = chosen(&names).unwrap();
+    let rules = chosen(&names, &[]).unwrap();
     thread::scope(|scope| {
         // The socket appears after the command.
         let handler = scope.spawn(|| {
@@ -421,7 +424,7 @@ fn a_handler_is_started_for_each_rule() {
         let refused = suite.run(rules[0]).unwrap_err().to_string();
         assert!(refused.contains(reason), "{refused}");
     }
-    assert_eq!(chosen(&["walk".into()]).unwrap_err(), "walk");
+    assert_eq!(chosen(&["walk".into()], &[]).unwrap_err(), "walk");
 }
 
 /// A wrong answer must not look right.
@@ -456,12 +459,12 @@ fn a_memory_file_has_pages_that_differ() {
     );
 }
 
-/// The page of the documentation has the table of rules, in the order of a run.
+/// The page of the documentation has the tables of rules, in the order of a run.
 #[test]
 fn the_page_has_each_rule() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/pager-test.md");
     let page = fs::read_to_string(path).unwrap();
-    let rows = all().map(|rule| {
+    let row = |rule: &Rule| {
         let Rule {
             name,
             requires,
@@ -469,10 +472,13 @@ fn the_page_has_each_rule() {
             ..
         } = rule;
         format!("| `{name}` | {requires} | {origin} |\n")
-    });
-    let table: String = rows.collect();
-    assert!(
-        page.contains(&table),
-        "docs/pager-test.md needs this table:\n{table}"
-    );
+    };
+    for is_handler in [true, false] {
+        let rules = all().filter(|rule| (rule.target() == Target::Handler) == is_handler);
+        let table: String = rules.map(row).collect();
+        assert!(
+            page.contains(&table),
+            "docs/pager-test.md needs this table:\n{table}"
+        );
+    }
 }

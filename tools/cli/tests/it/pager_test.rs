@@ -77,6 +77,16 @@ fn a_run_that_cannot_begin_says_why() {
             "there is no socket at socket: start the handler first",
         ),
         (
+            &["--save-daemon", "true"],
+            2,
+            "--save-daemon needs {socket} in its command",
+        ),
+        (
+            &[&socket[..], &["--save-daemon", "save {socket}"]].concat(),
+            2,
+            "cannot be used with",
+        ),
+        (
             &[&socket[..], &["--restart", "true"]].concat(),
             3,
             "cannot use the memory file memory",
@@ -86,5 +96,31 @@ fn a_run_that_cannot_begin_says_why() {
         let errors = String::from_utf8_lossy(&ran.stderr);
         assert_eq!(ran.status.code(), Some(code), "{options:?}: {errors}");
         assert!(errors.contains(reason), "{options:?}: {errors}");
+    }
+}
+
+/// A program that is no daemon breaks its rules, and rules for others are skipped.
+#[test]
+fn a_program_that_is_no_daemon_fails() {
+    let folder = TempDir::new().unwrap();
+    let options = [
+        "--save-daemon",
+        "sleep 60 # {socket}",
+        "--rule",
+        "save-answers,restore-order",
+        "--timeout",
+        "100ms",
+    ];
+    let ran = pager_test(&options, folder.path());
+    assert_eq!(ran.status.code(), Some(1), "{ran:?}");
+    let text = String::from_utf8(ran.stdout).unwrap();
+    for line in [
+        "FAILED  save-answers\n",
+        "expected: the daemon listens at its socket\n",
+        "seen:     nothing within 100ms\n",
+        "1. finds out whether the daemon serves several VMs\n",
+        "skipped restore-order: it needs --restore-daemon\n",
+    ] {
+        assert!(text.contains(line), "{text}");
     }
 }
