@@ -84,7 +84,7 @@ pub(crate) struct Frame {
     pub(crate) middle: [u8; 6],
     pub(crate) length: u64,
     pub(crate) payload: Vec<u8>,
-    /// Descriptors that came with the payload.
+    /// The descriptors of the messages that carried the payload.
     pub(crate) fds: Vec<OwnedFd>,
 }
 
@@ -130,18 +130,23 @@ impl Peer {
         Ok(())
     }
 
-    /// Reads `N` bytes. Descriptors that come with them are lost, as in Cloud Hypervisor.
+    /// Reads `N` bytes. Descriptors of their messages are lost, as in Cloud Hypervisor.
     pub(crate) fn read<const N: usize>(&self) -> io::Result<[u8; N]> {
         let mut bytes = [0; N];
         (&self.socket).read_exact(&mut bytes)?;
         Ok(bytes)
     }
 
-    /// Reads a frame with its payload. Descriptors must come with the payload, not with the header.
+    /// Reads the kind, the 6 bytes, and the length of a frame.
+    pub(crate) fn read_header(&self) -> io::Result<(u16, [u8; 6], u64)> {
+        let [k0, k1, m0, m1, m2, m3, m4, m5, length @ ..] = self.read::<HEADER>()?;
+        let kind = u16::from_le_bytes([k0, k1]);
+        Ok((kind, [m0, m1, m2, m3, m4, m5], u64::from_le_bytes(length)))
+    }
+
+    /// Reads a frame with its payload. A message of the payload may carry descriptors.
     pub(crate) fn read_frame(&self) -> io::Result<Frame> {
-        let bytes = self.read::<HEADER>()?;
-        let [k0, k1, middle @ .., _, _, _, _, _, _, _, _] = bytes;
-        let length = u64::from_le_bytes(bytes[8..].try_into().expect("8 bytes"));
+        let (kind, middle, length) = self.read_header()?;
         if length > PAYLOAD_MAX {
             let why = format!("a payload of {length} bytes is announced");
             return Err(io::Error::new(io::ErrorKind::InvalidData, why));
@@ -149,7 +154,7 @@ impl Peer {
         let mut payload = vec![0; length as usize];
         let fds = self.read_with(&mut payload)?;
         Ok(Frame {
-            kind: u16::from_le_bytes([k0, k1]),
+            kind,
             middle,
             length,
             payload,

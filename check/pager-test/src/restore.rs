@@ -32,7 +32,7 @@ impl<'a> Restore<'a> {
     /// is saved, if there is a save daemon.
     pub(crate) fn start(trial: &'a Trial<'a>, target: Target) -> Result<Self, Stop> {
         if trial.command(Target::SaveDaemon).is_some() {
-            trial.save(&trial.vm(0)?)?;
+            trial.save(&SavedVm::new(0)?)?;
         }
         Self::of_saved(trial, target)
     }
@@ -99,8 +99,8 @@ impl<'a> Restore<'a> {
         sent.map_err(self.trial.failed("the daemon waits for the answer"))
     }
 
-    /// Acknowledges requests until one of this kind comes, which is not answered. [`COMPLETE`]
-    /// stands for both requests that complete a session.
+    /// Acknowledges requests until it reads one of this kind, which it does not answer.
+    /// [`COMPLETE`] stands for both requests that complete a session.
     pub(crate) fn until(&mut self, kind: u16) -> Verdict {
         loop {
             let got = self.next()?.kind;

@@ -2,6 +2,7 @@
 
 use crate::frame::{COMPLETE_PAUSED, CONFIG, MEMORY_FD, START, STATE};
 use crate::image::content;
+use crate::verdict::Stop;
 use lacuna_addr::PAGE_SIZE;
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde_json::{Value, json};
@@ -88,12 +89,12 @@ pub(crate) fn describe(found: &[u8; PAGE_SIZE]) -> String {
     if found != &content(number) {
         return format!("other bytes: the first 8 are {number:#x}");
     }
-    let whose = if number < CONTENT {
+    let vm = if number < CONTENT {
         ""
     } else {
         " of another VM"
     };
-    format!("the page of address {:#x}{whose}", number % CONTENT * PAGE)
+    format!("the page of address {:#x}{vm}", number % CONTENT * PAGE)
 }
 
 /// One request of the sending VMM.
@@ -129,10 +130,11 @@ pub(crate) struct SavedVm {
 
 impl SavedVm {
     /// Makes the memory of a VM.
-    ///
-    /// # Errors
-    /// As `memfd_create(2)` and `pwrite(2)`.
-    pub(crate) fn new(number: u64) -> io::Result<Self> {
+    pub(crate) fn new(number: u64) -> Result<Self, Stop> {
+        Self::make(number).map_err(Stop::host("make a memfd"))
+    }
+
+    fn make(number: u64) -> io::Result<Self> {
         let file = || memfd_create("pager-test", MemfdFlags::CLOEXEC).map(File::from);
         let files = [file()?, file()?, file()?];
         for slot in &SLOTS {
@@ -148,9 +150,6 @@ impl SavedVm {
     }
 
     /// Writes other bytes to each page, as a VMM's exit may do.
-    ///
-    /// # Errors
-    /// As `pwrite(2)`.
     pub(crate) fn overwrite(&self) -> io::Result<()> {
         SLOTS.iter().try_for_each(|slot| {
             let bytes = vec![0xee; slot.bytes() as usize];
@@ -192,23 +191,18 @@ impl SavedVm {
     }
 
     /// The request that sends slot `index` of [`SLOTS`].
-    ///
-    /// # Errors
-    /// As `fcntl(2)`: no free descriptor.
-    pub(crate) fn memory_fd(&self, index: usize) -> io::Result<Step> {
+    pub(crate) fn memory_fd(&self, index: usize) -> Result<Step, Stop> {
         let slot = &SLOTS[index];
+        let file = self.files[slot.file].try_clone();
         Ok(Step {
-            files: vec![self.files[slot.file].try_clone()?],
+            files: vec![file.map_err(Stop::host("duplicate a descriptor"))?],
             ..Step::new(MEMORY_FD, slot.number.to_le_bytes())
         })
     }
 
     /// The requests of a whole session: Start, one MemoryFd for each slot, Config, State,
     /// CompletePaused.
-    ///
-    /// # Errors
-    /// As [`memory_fd`](Self::memory_fd).
-    pub(crate) fn steps(&self) -> io::Result<Vec<Step>> {
+    pub(crate) fn steps(&self) -> Result<Vec<Step>, Stop> {
         let mut steps = vec![Step::new(START, [])];
         for index in 0..SLOTS.len() {
             steps.push(self.memory_fd(index)?);

@@ -1,7 +1,7 @@
 //! What a rule about a daemon gets: it starts the daemon, plays the VMM's side, and notes what
 //! happens.
 
-use crate::frame::{ERROR, HEADER, OK, Peer, header, is_closed, name};
+use crate::frame::{ERROR, OK, Peer, header, is_closed, name};
 use crate::process::Running;
 use crate::queue::LOOK;
 use crate::saved::{SavedVm, Step};
@@ -139,8 +139,7 @@ impl<'a> Trial<'a> {
         let socket = self.socket("save");
         let connected = self.wait("the daemon listens at its socket", || {
             let mut saving = self.saving.borrow_mut();
-            let ended = saving.as_mut().and_then(|(running, _)| running.ended());
-            match (ended, self.daemons.serves_several.get()) {
+            match (ended(&mut saving), self.daemons.serves_several.get()) {
                 (Some(status), Some(true)) => return Err(has_ended(status)),
                 // A daemon that serves one VM may end a moment after it.
                 (_, Some(false)) if matches!(*saving, Some((_, 1..))) => *saving = None,
@@ -168,20 +167,15 @@ impl<'a> Trial<'a> {
             return Ok(());
         }
         self.event("finds out whether the daemon serves several VMs");
-        let vm = self.vm(0)?;
-        self.expect_saved(&vm, self.play(&self.connect()?, vm_steps(&vm)?)?)?;
+        let vm = SavedVm::new(0)?;
+        self.expect_saved(&vm, self.play(&self.connect()?, vm.steps()?)?)?;
         let peer = self.connect()?;
         let is_restarted = matches!(*self.saving.borrow(), Some((_, 1)));
-        let serves_several = match self.play(&peer, vm_steps(&vm)?)? {
+        let serves_several = match self.play(&peer, vm.steps()?)? {
             End::Refused(0) if !is_restarted => {
-                // The daemon has ended, or ends, without a look at this connection.
-                self.wait("a daemon that refuses a second VM ends", || {
-                    let mut saving = self.saving.borrow_mut();
-                    Ok(saving
-                        .as_mut()
-                        .and_then(|(running, _)| running.ended())
-                        .map(drop))
-                })?;
+                // The daemon has ended, or ends, and has read nothing from this connection.
+                let expected = "a daemon that refuses a second VM ends";
+                self.wait(expected, || Ok(ended(&mut self.saving.borrow_mut())))?;
                 false
             }
             end => {
@@ -189,24 +183,14 @@ impl<'a> Trial<'a> {
                 !is_restarted
             }
         };
-        let number = if serves_several {
-            "several VMs"
-        } else {
-            "one VM"
-        };
-        self.event(format!("the daemon serves {number}"));
+        self.event(format!("the daemon serves several VMs: {serves_several}"));
         self.daemons.serves_several.get_or_init(|| serves_several);
         Ok(())
     }
 
-    /// A VM to save.
-    pub(crate) fn vm(&self, number: u64) -> Result<SavedVm, Stop> {
-        SavedVm::new(number).map_err(Stop::host("make a memfd"))
-    }
-
     /// Saves a VM, which the daemon must acknowledge.
     pub(crate) fn save(&self, vm: &SavedVm) -> Verdict {
-        self.save_with(vm, vm_steps(vm)?)
+        self.save_with(vm, vm.steps()?)
     }
 
     /// As [`save`](Self::save), with these requests.
@@ -268,15 +252,22 @@ impl<'a> Trial<'a> {
     /// Reads an answer: false for an error, and for a closed connection.
     pub(crate) fn is_acknowledged(&self, peer: &Peer, what: &str) -> Result<bool, Stop> {
         let expected = || format!("an answer to {what}: status 1 or 2, and no payload");
-        let seen = match peer.read::<HEADER>() {
-            Ok(bytes) if bytes == header(OK, [0; 6], 0) => "1",
-            Ok(bytes) if bytes == header(ERROR, [0; 6], 0) => "2",
-            Ok(bytes) => return Err(Stop::failed(expected(), format!("{bytes:02x?}"))),
-            Err(error) if is_closed(&error) => "a closed connection",
+        let is_done = match peer.read_header() {
+            Ok((status @ (OK | ERROR), _, 0)) => {
+                self.event(format!("{what}: {status}"));
+                status == OK
+            }
+            Ok((status, _, length)) => {
+                let seen = format!("status {status}, {length} bytes");
+                return Err(Stop::failed(expected(), seen));
+            }
+            Err(error) if is_closed(&error) => {
+                self.event(format!("{what}: a closed connection"));
+                false
+            }
             Err(error) => return Err(self.failed(expected())(error)),
         };
-        self.event(format!("{what}: {seen}"));
-        Ok(seen == "1")
+        Ok(is_done)
     }
 }
 
@@ -287,7 +278,7 @@ fn has_ended(status: ExitStatus) -> Stop {
     )
 }
 
-/// The requests of a whole session.
-pub(crate) fn vm_steps(vm: &SavedVm) -> Result<Vec<Step>, Stop> {
-    vm.steps().map_err(Stop::host("make a descriptor"))
+/// The exit status of a save daemon that has ended.
+fn ended(saving: &mut Option<(Running, usize)>) -> Option<ExitStatus> {
+    saving.as_mut().and_then(|(running, _)| running.ended())
 }

@@ -6,9 +6,8 @@ use crate::frame::{
 };
 use crate::rule::{Check, Rule};
 use crate::saved::{SLOTS, SavedVm, Step};
-use crate::trial::{End, Trial, vm_steps};
+use crate::trial::{End, Trial};
 use crate::verdict::{Stop, Target, Verdict};
-use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 
@@ -30,8 +29,8 @@ pub(crate) const RULES: &[Rule] = &[
         "save-wrong-version",
         "Start with another version is refused: an error, or a closed connection",
         |trial| {
-            each(trial, [1, 0xff], |version, steps, _| {
-                steps[0].middle = [version, 0, 0, 0, 0, 0]
+            each(trial, [[1, 0], [0, 1]], |[low, high], steps, _| {
+                steps[0].middle = [low, high, 0, 0, 0, 0];
             })
         },
     ),
@@ -113,7 +112,7 @@ pub(crate) const RULES: &[Rule] = &[
     ),
     rule(
         "save-wrong-length",
-        "a MemoryFd whose payload is no slot number is refused",
+        "a MemoryFd is refused if its payload is not 4 bytes, a slot's number",
         |trial| wrong(trial, |steps, _| steps[1].payload.extend([0; 4])),
     ),
     rule(
@@ -154,12 +153,12 @@ const CONFIG_AT: usize = SLOTS.len() + 1;
 /// VM must be saved.
 fn try_wrong(
     trial: &Trial<'_>,
-    change: impl FnOnce(&mut Vec<Step>, &SavedVm) -> io::Result<()>,
+    change: impl FnOnce(&mut Vec<Step>, &SavedVm) -> Verdict,
 ) -> Verdict {
     trial.find_out()?;
-    let vm = trial.vm(1)?;
-    let mut steps = vm_steps(&vm)?;
-    change(&mut steps, &vm).map_err(Stop::host("make a wrong request"))?;
+    let vm = SavedVm::new(1)?;
+    let mut steps = vm.steps()?;
+    change(&mut steps, &vm)?;
     let kinds: Vec<String> = steps.iter().map(|step| name(step.kind)).collect();
     trial.event(format!("a wrong session: {}", kinds.join(", ")));
     let end = trial.play(&trial.connect()?, steps)?;
@@ -167,7 +166,7 @@ fn try_wrong(
         let expected = "one of the requests is refused";
         return Err(Stop::failed(expected, "each of them is acknowledged"));
     }
-    trial.save(&trial.vm(0)?)
+    trial.save(&SavedVm::new(0)?)
 }
 
 fn wrong(trial: &Trial<'_>, change: impl FnOnce(&mut Vec<Step>, &SavedVm)) -> Verdict {
@@ -205,17 +204,15 @@ fn out_of_order(trial: &Trial<'_>) -> Verdict {
 /// The other end of the pipe stays open, so a read of it waits.
 fn wrong_descriptor(trial: &Trial<'_>) -> Verdict {
     let (reader, _writer) = io::pipe().map_err(Stop::host("make a pipe"))?;
-    let reader = File::from(OwnedFd::from(reader));
-    try_wrong(trial, |steps, _| {
-        steps[1].files = vec![reader.try_clone()?];
-        Ok(())
+    wrong(trial, |steps, _| {
+        steps[1].files = vec![OwnedFd::from(reader).into()]
     })
 }
 
 fn short_memory(trial: &Trial<'_>) -> Verdict {
     try_wrong(trial, |_, vm| {
-        let file = &vm.memory_fd(0)?.files[0];
-        file.set_len(SLOTS[0].bytes() / 2)
+        let shorter = vm.memory_fd(0)?.files[0].set_len(SLOTS[0].bytes() / 2);
+        shorter.map_err(Stop::host("set the length of a memfd"))
     })
 }
 
@@ -234,7 +231,7 @@ fn giant_length(trial: &Trial<'_>) -> Verdict {
 
 fn half_request(trial: &Trial<'_>) -> Verdict {
     trial.find_out()?;
-    let vm = trial.vm(1)?;
+    let vm = SavedVm::new(1)?;
     for (at, kind) in [(1, MEMORY_FD), (CONFIG_AT, CONFIG), (CONFIG_AT + 1, STATE)] {
         for half in [HEADER / 2, HEADER, HEADER + 2] {
             let peer = begin(trial, &vm, at)?;
@@ -244,13 +241,13 @@ fn half_request(trial: &Trial<'_>) -> Verdict {
             trial.event(format!("the VMM dies after {half} bytes of {}", name(kind)));
         }
     }
-    trial.save(&trial.vm(0)?)
+    trial.save(&SavedVm::new(0)?)
 }
 
 /// Plays the first requests of a session, which the daemon acknowledges.
 fn begin(trial: &Trial<'_>, vm: &SavedVm, requests: usize) -> Result<Peer, Stop> {
     let peer = trial.connect()?;
-    let mut steps = vm_steps(vm)?;
+    let mut steps = vm.steps()?;
     steps.truncate(requests);
     let end = trial.play(&peer, steps)?;
     trial.expect_accepted(end)?;
@@ -260,23 +257,23 @@ fn begin(trial: &Trial<'_>, vm: &SavedVm, requests: usize) -> Result<Peer, Stop>
 /// Plays the begin of a session, of each length, and then `last`.
 fn after_each_request(trial: &Trial<'_>, last: fn(&Trial<'_>, &Peer) -> Verdict) -> Verdict {
     trial.find_out()?;
-    let vm = trial.vm(1)?;
-    for requests in 0..vm_steps(&vm)?.len() {
+    let vm = SavedVm::new(1)?;
+    for requests in 0..CONFIG_AT + 3 {
         let peer = begin(trial, &vm, requests)?;
         last(trial, &peer)?;
         trial.event("the VMM dies");
     }
-    trial.save(&trial.vm(0)?)
+    trial.save(&SavedVm::new(0)?)
 }
 
 /// At last, it dies before it has read the last answer.
 fn dead_vmm(trial: &Trial<'_>) -> Verdict {
     after_each_request(trial, |_, _| Ok(()))?;
-    let vm = trial.vm(1)?;
+    let vm = SavedVm::new(1)?;
     let peer = begin(trial, &vm, CONFIG_AT + 2)?;
     let complete = Step::new(COMPLETE_PAUSED, []);
     trial.send(&peer, &complete, Peer::send)?;
     trial.event("the VMM dies without the last answer");
     drop(peer);
-    trial.save(&trial.vm(0)?)
+    trial.save(&SavedVm::new(0)?)
 }

@@ -5,7 +5,7 @@ use crate::frame::{
 };
 use crate::restore::{Restore, check_status};
 use crate::rule::{Check, Rule};
-use crate::saved::SLOTS;
+use crate::saved::{SLOTS, SavedVm};
 use crate::trial::Trial;
 use crate::verdict::{Stop, Target, Verdict};
 use lacuna_addr::PAGE_SIZE;
@@ -76,7 +76,7 @@ pub(crate) const RULES: &[Rule] = &[
         |trial| {
             let mut restore = eager(trial)?;
             restore.receive()?;
-            restore.check_config(&trial.vm(0)?)
+            restore.check_config(&SavedVm::new(0)?)
         },
     ),
     rule(
@@ -86,7 +86,7 @@ pub(crate) const RULES: &[Rule] = &[
         |trial| {
             let mut restore = eager(trial)?;
             restore.receive()?;
-            restore.check_state(&trial.vm(0)?)
+            restore.check_state(&SavedVm::new(0)?)
         },
     ),
     rule(
@@ -138,7 +138,7 @@ fn eager<'a>(trial: &'a Trial<'a>) -> Result<Restore<'a>, Stop> {
     Restore::start(trial, Target::RestoreDaemon)
 }
 
-/// The slots come in any order.
+/// The daemon may send the slots in any order.
 pub(super) fn order(trial: &Trial<'_>, target: Target) -> Verdict {
     let mut restore = Restore::start(trial, target)?;
     let mut slots: BTreeSet<u32> = SLOTS.iter().map(|slot| slot.number).collect();

@@ -4,7 +4,7 @@ use crate::frame::{COMPLETE, Peer, name};
 use crate::restore::Restore;
 use crate::rule::{Check, Rule};
 use crate::saved::{SLOTS, SavedVm};
-use crate::trial::{Trial, vm_steps};
+use crate::trial::Trial;
 use crate::verdict::{Stop, Target, Verdict};
 
 const fn rule(
@@ -28,7 +28,7 @@ pub(crate) const RULES: &[Rule] = &[
         "each request of a session is acknowledged before the VMM sends the next one: Start, a \
          MemoryFd for each slot, Config, State, CompletePaused",
         "protocol.rs: local migration",
-        |trial| trial.save(&trial.vm(0)?),
+        |trial| trial.save(&SavedVm::new(0)?),
     ),
     rule(
         "save-running-vm",
@@ -38,7 +38,7 @@ pub(crate) const RULES: &[Rule] = &[
     ),
     rule(
         "save-slots-in-any-order",
-        "the slots come in any order, because Cloud Hypervisor keeps them in a hash map",
+        "the VMM sends the slots in any order, because Cloud Hypervisor keeps them in a hash map",
         "vm.rs: send_memory_fds",
         slots_in_any_order,
     ),
@@ -77,7 +77,7 @@ pub(crate) const RULES: &[Rule] = &[
 ];
 
 fn saved(trial: &Trial<'_>, number: u64) -> Result<SavedVm, Stop> {
-    let vm = trial.vm(number)?;
+    let vm = SavedVm::new(number)?;
     trial.save(&vm)?;
     Ok(vm)
 }
@@ -100,26 +100,26 @@ fn compare_if_possible(trial: &Trial<'_>, vm: &SavedVm) -> Verdict {
 }
 
 fn running_vm(trial: &Trial<'_>) -> Verdict {
-    let vm = trial.vm(0)?;
-    let mut steps = vm_steps(&vm)?;
+    let vm = SavedVm::new(0)?;
+    let mut steps = vm.steps()?;
     steps.last_mut().expect("the last request").kind = COMPLETE;
     trial.save_with(&vm, steps)?;
     compare_if_possible(trial, &vm)
 }
 
 fn slots_in_any_order(trial: &Trial<'_>) -> Verdict {
-    let vm = trial.vm(0)?;
-    let mut steps = vm_steps(&vm)?;
+    let vm = SavedVm::new(0)?;
+    let mut steps = vm.steps()?;
     steps[1..=SLOTS.len()].reverse();
     trial.save_with(&vm, steps)?;
     compare_if_possible(trial, &vm)
 }
 
 fn in_pieces(trial: &Trial<'_>) -> Verdict {
-    let vm = trial.vm(0)?;
+    let vm = SavedVm::new(0)?;
     trial.find_out()?;
     let peer = trial.connect()?;
-    for step in vm_steps(&vm)? {
+    for step in vm.steps()? {
         let is_sent = trial.send(&peer, &step, Peer::send_in_pieces)?;
         let what = name(step.kind);
         if !is_sent || !trial.is_acknowledged(&peer, &what)? {
@@ -133,8 +133,8 @@ fn in_pieces(trial: &Trial<'_>) -> Verdict {
 }
 
 fn reserved_bytes(trial: &Trial<'_>) -> Verdict {
-    let vm = trial.vm(0)?;
-    let mut steps = vm_steps(&vm)?;
+    let vm = SavedVm::new(0)?;
+    let mut steps = vm.steps()?;
     steps[0].middle = [0, 0, 0xaa, 0xbb, 0xcc, 0xdd];
     trial.save_with(&vm, steps)
 }
@@ -142,9 +142,9 @@ fn reserved_bytes(trial: &Trial<'_>) -> Verdict {
 fn last_answer(trial: &Trial<'_>) -> Verdict {
     trial.required(Target::RestoreDaemon)?;
     trial.find_out()?;
-    let vm = trial.vm(0)?;
+    let vm = SavedVm::new(0)?;
     let peer = trial.connect()?;
-    let end = trial.play(&peer, vm_steps(&vm)?)?;
+    let end = trial.play(&peer, vm.steps()?)?;
     trial.expect_accepted(end)?;
     vm.overwrite().map_err(Stop::host("write to a memfd"))?;
     trial.event("the VMM overwrites all memory");
