@@ -118,7 +118,7 @@ impl<'a> FillJob<'a> {
         loop {
             let pause = self.ask(&mut order);
             if pause.is_none() && self.in_flight == 0 {
-                return self.vm.is_filled();
+                return self.vm.end_fill();
             }
             let message = match pause {
                 Some(pause) => answers.recv_timeout(pause),
@@ -175,7 +175,7 @@ impl<'a> FillJob<'a> {
         self.in_flight -= unit.memory.pages();
         match content {
             Ok(pages) => self.vm.fill(&unit, pages.all(), wanted.is_of_working_set),
-            Err(reason) => self.vm.is_not_filled(&unit, &reason),
+            Err(reason) => self.vm.say_not_filled(&unit, &reason),
         }
     }
 }

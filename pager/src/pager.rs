@@ -210,7 +210,7 @@ impl PagerShared {
         let bytes = vm.bytes();
         tracing::info!(target: "lacuna::pager", number, pid, bytes, "serves a VM");
         let filler = Filler::start(&vm, served).unwrap_or_else(|error| {
-            vm.is_not_filled_at_all(&error);
+            vm.say_no_filler(&error);
             None
         });
         serve(&vm, &uffd, socket);

@@ -53,7 +53,7 @@ impl Vm {
 
     /// The fill's source has no content for `unit`. The unit is not lost: a fault asks the VM's own
     /// source.
-    pub fn is_not_filled(&self, unit: &Unit, reason: &str) {
+    pub fn say_not_filled(&self, unit: &Unit, reason: &str) {
         let text = format!(
             "is filled without {}: {reason}; a fault asks for it again",
             unit.first
@@ -62,13 +62,13 @@ impl Vm {
     }
 
     /// There is no thread for the fill.
-    pub fn is_not_filled_at_all(&self, error: &std::io::Error) {
+    pub fn say_no_filler(&self, error: &std::io::Error) {
         let text = format!("is not filled: there is no thread for it ({error}): raise `ulimit -u`");
         self.messages.say(Matter::Fill, &text);
     }
 
     /// All that the fill brings is in place.
-    pub fn is_filled(&self) {
+    pub fn end_fill(&self) {
         self.has_fill_ended.store(true, Ordering::Relaxed);
     }
 }
