@@ -1,13 +1,14 @@
-//! Memory whose pages are missing, for programs without `unsafe`.
+//! Memory whose pages are missing, and mapped files, for programs without `unsafe`.
 //!
-//! UNSAFETY: this file maps memory, registers it, and writes to it. The mapping has one owner, its
-//! bytes are accessed by atomics alone, and no reference to it leaves this file.
+//! UNSAFETY: this file maps memory, registers it, reads it and writes to it. The mapping has one
+//! owner, its bytes are accessed by atomics alone, and no reference to it leaves this file.
 
 use crate::{Errno, Userfaultfd};
 use lacuna_addr::{Hva, HvaRange, PAGE_SIZE};
-use rustix::fd::BorrowedFd;
+use rustix::fd::{AsFd as _, BorrowedFd};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use std::ffi::c_void;
+use std::fs::File;
 use std::ptr;
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -106,9 +107,15 @@ impl MissingArea {
     /// # Panics
     /// If the memory is smaller.
     pub fn page(&self, index: u64) -> Hva {
-        let page = self.mapping.range.start().checked_add_pages(index);
-        let page = page.filter(|page| self.mapping.range.contains(*page));
-        page.expect("a page of this memory")
+        self.mapping.page(index)
+    }
+
+    /// The first byte of page `index`; as [`touch`](Self::touch) otherwise.
+    ///
+    /// # Panics
+    /// If the memory is smaller.
+    pub fn first_byte(&self, index: u64) -> u8 {
+        self.mapping.first_byte(index)
     }
 
     /// Writes to page `index`. If it is missing, the calling thread sleeps until another thread
@@ -126,6 +133,44 @@ impl MissingArea {
     /// As `madvise(2)`.
     pub fn empty(&self) -> Result<(), Errno> {
         self.discard(0, self.mapping.range.pages())
+    }
+}
+
+/// A private mapping of a file's first pages, to be read.
+#[derive(Debug)]
+pub struct FileArea(Mapping);
+
+impl FileArea {
+    /// Maps `pages` pages of `file`, at least one. If the file becomes shorter, an access to a lost
+    /// page ends the process.
+    ///
+    /// # Errors
+    /// As `mmap(2)`.
+    pub fn new(file: &File, pages: u64) -> Result<Self, Errno> {
+        Ok(Self(Mapping::new(
+            pages,
+            Some((file.as_fd(), MapFlags::PRIVATE)),
+        )?))
+    }
+
+    /// The first byte of page `index`.
+    ///
+    /// # Panics
+    /// If the mapping is smaller.
+    pub fn first_byte(&self, index: u64) -> u8 {
+        self.0.first_byte(index)
+    }
+
+    /// Puts the content of page `index` at the missing page `to` of `uffd`, and wakes the threads
+    /// that wait for it.
+    ///
+    /// # Errors
+    /// As [`Userfaultfd::copy`].
+    ///
+    /// # Panics
+    /// If the mapping is smaller.
+    pub fn copy_page(&self, index: u64, uffd: &Userfaultfd, to: Hva) -> Result<(), Errno> {
+        uffd.copy_at(self.0.page(index).get(), to)
     }
 }
 
@@ -162,6 +207,17 @@ impl Mapping {
         let (at, bytes) = parts(self.range);
         // SAFETY: 1. the range is this mapping's. 2. Its bytes may change at any time.
         unsafe { madvise(at, bytes, advice) }
+    }
+
+    fn first_byte(&self, index: u64) -> u8 {
+        let mut byte = self.bytes(index * PAGE_SIZE as u64, 1);
+        byte.next().expect("one byte").load(Ordering::Relaxed)
+    }
+
+    fn page(&self, index: u64) -> Hva {
+        let page = self.range.start().checked_add_pages(index);
+        let page = page.filter(|page| self.range.contains(*page));
+        page.expect("a page of this memory")
     }
 
     /// Writes the bytes from offset `at` on.

@@ -2,7 +2,8 @@
 //!
 //! * [`Userfaultfd`]: a thread receives the faults of missing pages and supplies the pages, and the
 //!   kernel records writes. `rustix` makes the descriptor; its ioctls and events are here.
-//! * [`MissingArea`]: memory with missing pages, for programs without `unsafe`.
+//! * [`MissingArea`], [`FileArea`]: memory with missing pages, and mapped files, for programs
+//!   without `unsafe`.
 //! * [`SharedFile`]: a memory file that this process fills, and that others map.
 //! * [`Toucher`]: a thread waits for a missing page, and another thread can end the wait.
 //! * [`TakenPages`]: pages that the kernel takes away, and the `SIGBUS` of the next access.
@@ -35,7 +36,7 @@ mod touch;
 mod usage;
 mod userfaultfd;
 
-pub use area::MissingArea;
+pub use area::{FileArea, MissingArea};
 pub use dirty_log::{clear_dirty_log, reset_dirty_rings};
 pub use ioeventfd::{IoWrites, ioeventfd};
 pub use irqfd::irqfd;

@@ -240,9 +240,15 @@ impl Userfaultfd {
     /// `EXIST`: the page is not missing; `NOENT`: not a registered page; `AGAIN`: the address space
     /// is changing, try again; `NOMEM`.
     pub fn copy(&self, content: &[u8; PAGE_SIZE], to: Hva) -> io::Result<()> {
+        self.copy_at(content.as_ptr() as u64, to)
+    }
+
+    /// As [`copy`](Self::copy), from an address. The kernel checks it, and the bytes there may
+    /// change.
+    pub(crate) fn copy_at(&self, from: u64, to: Hva) -> io::Result<()> {
         let mut copy = Copy {
             dst: to.get(),
-            src: content.as_ptr() as u64,
+            src: from,
             len: PAGE_SIZE as u64,
             mode: 0,
             done: 0,

@@ -167,12 +167,15 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ),
     ("lacuna-guest", &[]),
     // The lab is a user of the library. Beside it, it compares mechanisms that only soft has
-    // (`comparisons`), and threads on a bare userfaultfd (`sys`) with VMs.
+    // (`comparisons`), threads on a bare userfaultfd (`sys`) with VMs, and the pager with a simple
+    // handler.
     (
         "lacuna-lab",
         &[
             "lacuna",
             "lacuna-addr",
+            "lacuna-pager",
+            "lacuna-source",
             "lacuna-sys",
             "lacuna-soft",
             "lacuna-guest",

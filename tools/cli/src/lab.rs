@@ -10,7 +10,9 @@ use lacuna_lab::experiment::{LabError, Options};
 use lacuna_lab::first_look::FirstLook;
 use lacuna_lab::report::{Progress, Verbosity, table};
 use lacuna_lab::result::{Report, command_line};
-use lacuna_lab::{apf, base, interrupt, letters, migrate, paging, pml, postcopy, restore, thp};
+use lacuna_lab::{
+    apf, base, interrupt, letters, migrate, pager, paging, pml, postcopy, restore, thp,
+};
 use std::sync::Arc;
 
 /// Measures what `args` choose and prints the results.
@@ -86,6 +88,7 @@ fn experiments(args: &LabArgs, parts: &[Parts], command: String, signals: &Signa
                     Experiment::Postcopy => postcopy::run(&options, &mut report),
                     Experiment::Restore => restore::run(&options, &mut report),
                     Experiment::Migrate => migrate::run(&options, &mut report),
+                    Experiment::Pager => pager::run(&options, &mut report),
                     Experiment::Base => base::run(&options, &mut report),
                     Experiment::Letters => letters::run(&options, &mut report),
                 }

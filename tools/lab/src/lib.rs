@@ -16,7 +16,7 @@
 //! * [`interrupt`]: ends an experiment early.
 //! * [`experiment`]: the options and errors of all experiments. [`base`], [`apf`], [`apf::arm64`],
 //!   [`thp`], [`pml`], [`paging`], [`postcopy`], [`restore`], [`migrate`],
-//!   [`letters`]: the experiments.
+//!   [`pager`], [`letters`]: the experiments.
 //! * [`demand_paging`]: `lacuna test demand-paging`, whose options [`paging`] compares.
 //! * [`size`]: numbers as people write them.
 //! * [`first_look`]: one row of each experiment, in less than a minute.
@@ -43,6 +43,7 @@ pub mod letters;
 pub mod migrate;
 pub mod native;
 pub mod options;
+pub mod pager;
 pub mod paging;
 mod players;
 pub mod pml;

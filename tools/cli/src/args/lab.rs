@@ -11,8 +11,9 @@ use std::str::FromStr;
 #[derive(Clone, PartialEq, Eq, Debug, Default, Args)]
 #[command(after_help = EXIT_CODES)]
 pub struct LabArgs {
-    /// Experiments (apf, apf-arm64, thp, pml, paging, postcopy, restore, migrate, letters, base),
-    /// or parts (pml.score). Without a name: a first look at each mechanism, in less than a minute
+    /// Experiments (apf, apf-arm64, thp, pml, paging, postcopy, restore, migrate, pager, letters,
+    /// base), or parts (pml.score). Without a name: a first look at each mechanism, in less than a
+    /// minute
     pub experiments: Vec<Name>,
     /// All experiments that compare a mechanism with its absence: all but base and letters (more
     /// than an hour)
@@ -111,7 +112,7 @@ impl FromStr for Name {
         };
         let experiment = Experiment::from_str(name, false).map_err(|_| {
             "no such experiment: choose apf, apf-arm64, thp, pml, paging, postcopy, restore, \
-             migrate, letters or base"
+             migrate, pager, letters or base"
                 .to_owned()
         })?;
         let known = |part: &str| {
@@ -149,6 +150,8 @@ pub enum Experiment {
     Restore,
     /// A running guest that moves to another VM: before, after and beside its memory
     Migrate,
+    /// The pager for other VMMs: its faults beside a simple handler's and the kernel's, its fill
+    Pager,
     /// The experiments of the talk and the series, at their published size. Only by name
     Letters,
     /// The engine itself: memory overhead, a fault's time, instructions a second. Only by name
@@ -157,7 +160,7 @@ pub enum Experiment {
 
 impl Experiment {
     /// The experiments that compare a mechanism with its absence.
-    const SYSTEMS: [Self; 8] = [
+    const SYSTEMS: [Self; 9] = [
         Self::Apf,
         Self::ApfArm64,
         Self::Thp,
@@ -166,6 +169,7 @@ impl Experiment {
         Self::Postcopy,
         Self::Restore,
         Self::Migrate,
+        Self::Pager,
     ];
 
     /// The parts without an arm64 form.
@@ -191,6 +195,7 @@ impl Experiment {
             Self::Postcopy => lacuna_lab::postcopy::PARTS,
             Self::Restore => lacuna_lab::restore::PARTS,
             Self::Migrate => lacuna_lab::migrate::PARTS,
+            Self::Pager => lacuna_lab::pager::PARTS,
             Self::Base => lacuna_lab::base::PARTS,
             Self::Letters => lacuna_lab::letters::PARTS,
         }
@@ -217,7 +222,7 @@ mod tests {
         let systems = Experiment::SYSTEMS.map(whole);
         assert_eq!(chosen("lacuna lab --full"), parts(&systems));
         assert_eq!(
-            chosen("lacuna lab apf apf-arm64 thp pml paging postcopy restore migrate"),
+            chosen("lacuna lab apf apf-arm64 thp pml paging postcopy restore migrate pager"),
             parts(&systems)
         );
         let both = [Experiment::Apf, Experiment::Base].map(whole);
@@ -242,8 +247,8 @@ mod tests {
         let text = refused("lacuna lab pmk.page");
         assert!(
             text.contains(
-                "choose apf, apf-arm64, thp, pml, paging, postcopy, restore, migrate, letters or \
-                 base"
+                "choose apf, apf-arm64, thp, pml, paging, postcopy, restore, migrate, pager, \
+                 letters or base"
             ),
             "{text}"
         );
