@@ -23,16 +23,21 @@ pub enum WhenLost {
 /// The settings of a pager.
 #[derive(Clone)]
 pub struct Config {
+    /// After this time almost without processor time a VM is idle, and its pages go to the host's
+    /// swap. At least a second; `None`: never.
+    pub cold_after: Option<Duration>,
     /// How long a VMM may take for its message.
     pub patience: Duration,
     /// Takes messages: refused connections, lost pages.
     pub report: Report,
 }
 
-/// A VMM's message may take five seconds, and messages for the user go to `tracing` alone.
+/// Idle VMs stay in memory, a VMM's message may take five seconds, and messages for the user go to
+/// `tracing` alone.
 impl Default for Config {
     fn default() -> Self {
         Self {
+            cold_after: None,
             patience: Duration::from_secs(5),
             report: Arc::new(|_| {}),
         }
@@ -42,10 +47,12 @@ impl Default for Config {
 impl fmt::Debug for Config {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
+            cold_after,
             patience,
             report: _,
         } = self;
         let mut debug = f.debug_struct("Config");
+        debug.field("cold_after", cold_after);
         debug.field("patience", patience).finish_non_exhaustive()
     }
 }

@@ -35,12 +35,14 @@
 //! | `filler`, `rate`, `record` | a fill beside the faults; its limit; a VM's working set |
 //! | `vm`, `units` | what is done about an event or an answer; the states of pages |
 //! | `placing`, `waiting` | a placement, and the kernel's answers; placements to repeat |
+//! | `cold` | idle VMs' pages go to swap |
 //! | `shared_pages` | the memory file that an image's clones share |
 //! | `stats`, `stalls`, `messages` | counters; the waits of threads; messages to the user |
 //!
 //! [`PageSource`]: lacuna_source::PageSource
 #![forbid(unsafe_code)]
 
+mod cold;
 mod config;
 mod filler;
 mod handshake;

@@ -13,6 +13,8 @@ pub enum Matter {
     Fill,
     /// A process that cannot be ended.
     Kill,
+    /// An idle VM that stays in memory.
+    Cold,
     /// The end of the service.
     Service,
     Oddity,

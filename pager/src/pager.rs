@@ -213,7 +213,8 @@ impl PagerShared {
             vm.say_no_filler(&error);
             None
         });
-        serve(&vm, &uffd, socket);
+        let cold = self.config.cold_after.map(|after| vm.watch(after));
+        serve(&vm, (&uffd, socket), cold);
         drop(filler);
         vm.end();
         if let Some(record) = image.record.as_ref().filter(|_| vm.is_recorded()) {

@@ -1,11 +1,14 @@
 //! The process at the other end of a connection.
 
 use crate::HandshakeError;
-use lacuna_sys::{Errno, PeerCredentials};
+use lacuna_addr::HvaRange;
+use lacuna_sys::{Errno, PeerCredentials, page_out};
+use rustix::param::clock_ticks_per_second;
 use rustix::process::{Signal, pidfd_send_signal};
 use std::fmt;
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
+use std::time::Duration;
 
 /// The process that has connected.
 pub struct PeerProcess(PeerCredentials);
@@ -33,6 +36,39 @@ impl PeerProcess {
     /// Its number, unless it is in another PID namespace.
     pub fn pid(&self) -> Option<i32> {
         self.0.pid
+    }
+
+    /// The processor time that it has used, with its vCPUs'. `None`: it cannot be read.
+    pub fn processor_time(&self) -> Option<Duration> {
+        let text = self.read("stat")?;
+        // The name, in parentheses, may have spaces. The 12th and 13th field behind it are the
+        // ticks in user mode, with those of guests, and in the kernel.
+        let (_, fields) = text.rsplit_once(')')?;
+        let ticks = fields.split_whitespace().skip(11).take(2);
+        let ticks: Option<u64> = ticks.map(|ticks| ticks.parse::<u64>().ok()).sum();
+        Some(Duration::from_millis(
+            ticks? * 1000 / clock_ticks_per_second(),
+        ))
+    }
+
+    /// The bytes that it has in swap. `None`: they cannot be read.
+    pub fn swapped(&self) -> Option<u64> {
+        let text = self.read("status")?;
+        let line = text.lines().find_map(|line| line.strip_prefix("VmSwap:"))?;
+        let number: u64 = line.trim().strip_suffix(" kB")?.parse().ok()?;
+        Some(number << 10)
+    }
+
+    fn read(&self, file: &str) -> Option<String> {
+        std::fs::read_to_string(format!("/proc/{}/{file}", self.pid()?)).ok()
+    }
+
+    /// Moves pages of it to swap.
+    ///
+    /// # Errors
+    /// As [`page_out`]; `NOSYS` as for [`PeerProcess::kill`].
+    pub fn page_out(&self, range: HvaRange) -> Result<(), Errno> {
+        page_out(self.0.pidfd.as_ref().ok_or(Errno::NOSYS)?.as_fd(), range)
     }
 
     /// Ends it by SIGKILL. Its number would not do: the process may have ended since it connected,

@@ -97,6 +97,19 @@ impl Regions {
         PageCount::new(pages).bytes()
     }
 
+    /// All memory, in parts of at most `pages` pages.
+    pub fn pieces(&self, pages: u64) -> impl Iterator<Item = HvaRange> {
+        self.0.iter().flat_map(move |region| {
+            let all = region.is.memory;
+            (0..all.pages()).step_by(pages as usize).map(move |at| {
+                let start = all.start().checked_add_pages(at);
+                let part =
+                    start.and_then(|start| HvaRange::new(start, pages.min(all.pages() - at)));
+                part.expect("in the region")
+            })
+        })
+    }
+
     /// Whether a region has pages of more than 4 KiB.
     pub fn has_large_pages(&self) -> bool {
         self.0.iter().any(|region| region.is.page != Level::L4K)

@@ -1,5 +1,6 @@
 //! The event thread of one VM.
 
+use crate::cold::ColdPages;
 use crate::vm::Vm;
 use lacuna_sys::{Errno, Userfaultfd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -15,11 +16,19 @@ const PAUSE_MAX: Duration = Duration::from_millis(64);
 /// Answers the faults of `vm` until the VMM closes its connection, or its process ends. An error of
 /// the pager ends the answers, but not this call: if the userfaultfd were closed, missing pages
 /// would become zeros.
-pub fn serve(vm: &Arc<Vm>, uffd: &Userfaultfd, socket: &UnixStream) {
+///
+/// If `cold` watches the VM, its pages go to swap while it is idle.
+pub fn serve(
+    vm: &Arc<Vm>,
+    (uffd, socket): (&Userfaultfd, &UnixStream),
+    mut cold: Option<ColdPages>,
+) {
     let (mut faults, mut pause) = (Vec::new(), None);
     let mut error = None;
     while !vm.has_ended() {
-        let ready = match Ready::wait(uffd, socket, vm, (error.is_some(), pause)) {
+        let due = cold.as_ref().and_then(ColdPages::due);
+        let wait = pause.into_iter().chain(due).min();
+        let ready = match Ready::wait(uffd, socket, vm, (error.is_some(), wait)) {
             Ok(ready) => ready,
             Err(Errno::INTR) => continue,
             // The host has no memory for the call.
@@ -45,9 +54,12 @@ pub fn serve(vm: &Arc<Vm>, uffd: &Userfaultfd, socket: &UnixStream) {
             // The event of a fork has a descriptor, and stays until there is room for it.
             Err(Errno::MFILE | Errno::NFILE | Errno::NOMEM) => std::thread::sleep(PAUSE),
             Err(errno) => {
-                error = Some(errno);
+                (error, cold) = (Some(errno), None);
                 vm.hold(&format!("its events cannot be read ({errno})"));
             }
+        }
+        if let (Some(cold), false) = (&mut cold, faults.is_empty()) {
+            cold.note_activity();
         }
         faults.drain(..).for_each(|address| vm.fault(address));
         vm.send_requests();
@@ -56,6 +68,9 @@ pub fn serve(vm: &Arc<Vm>, uffd: &Userfaultfd, socket: &UnixStream) {
             (true, None) => Some(PAUSE),
             (true, Some(pause)) => Some(PAUSE_MAX.min(pause * 2)),
         };
+        if let Some(cold) = &mut cold {
+            vm.page_out(cold);
+        }
     }
 }
 

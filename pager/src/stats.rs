@@ -18,6 +18,8 @@ counters! {
         counter placed,
         /// Units answered with a page that the clones of the VM share.
         counter shared,
+        /// Bytes of idle VMs that went to swap.
+        counter paged_out,
         /// Faults answered with zeros, because the VM took the page away.
         counter zeros,
         /// Removals and unmappings read.
@@ -53,6 +55,7 @@ pub enum Count {
     Joined,
     Placed,
     Shared,
+    PagedOut,
     Zeros,
     Removals,
     Exists,
@@ -73,7 +76,11 @@ pub struct Counts([AtomicU64; Count::Outside as usize + 1]);
 
 impl Counts {
     pub fn add(&self, count: Count) {
-        self.0[count as usize].fetch_add(1, Ordering::Relaxed);
+        self.add_many(count, 1);
+    }
+
+    pub fn add_many(&self, count: Count, number: u64) {
+        self.0[count as usize].fetch_add(number, Ordering::Relaxed);
     }
 
     pub fn read(&self) -> PagerCounts {
@@ -84,6 +91,7 @@ impl Counts {
             joined: of(Count::Joined),
             placed: of(Count::Placed),
             shared: of(Count::Shared),
+            paged_out: of(Count::PagedOut),
             zeros: of(Count::Zeros),
             removals: of(Count::Removals),
             exists: of(Count::Exists),

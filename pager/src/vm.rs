@@ -19,6 +19,7 @@ mod answers;
 mod filling;
 mod requests;
 
+use crate::cold::ColdPages;
 use crate::config::{Report, WhenLost};
 use crate::image::Image;
 use crate::messages::{Matter, Messages};
@@ -40,6 +41,7 @@ use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 /// The most reads of the descriptor under one lock. Each returns up to 64 events.
 const READS: usize = 64;
@@ -442,6 +444,17 @@ impl Vm {
     /// Whether the record of the image is this VM's.
     pub fn is_recorded(&self) -> bool {
         self.recorder.is_some()
+    }
+
+    /// Watches whether it is idle.
+    pub fn watch(&self, after: Duration) -> ColdPages {
+        ColdPages::new(after, &self.process)
+    }
+
+    /// Moves its next pages to swap, if it is idle.
+    pub fn page_out(&self, cold: &mut ColdPages) {
+        let bytes = cold.look(&self.regions, &self.process, &self.messages);
+        self.counts.add_many(Count::PagedOut, bytes);
     }
 
     /// The number of its process, unless that is in another PID namespace.

@@ -5,6 +5,7 @@
 //! * [`MissingArea`], [`FileArea`]: memory with missing pages, and mapped files, for programs
 //!   without `unsafe`.
 //! * [`SharedFile`]: a memory file that this process fills, and that others map.
+//! * [`page_out`]: pages of another process go to swap.
 //! * [`Toucher`]: a thread waits for a missing page, and another thread can end the wait.
 //! * [`TakenPages`]: pages that the kernel takes away, and the `SIGBUS` of the next access.
 //! * [`Pagemap`]: which pages were written, by `PAGEMAP_SCAN`.
@@ -24,6 +25,7 @@ mod counted;
 mod dirty_log;
 mod ioeventfd;
 mod irqfd;
+mod page_out;
 mod page_reads;
 mod pagemap;
 mod peer;
@@ -40,6 +42,7 @@ pub use area::{FileArea, MissingArea};
 pub use dirty_log::{clear_dirty_log, reset_dirty_rings};
 pub use ioeventfd::{IoWrites, ioeventfd};
 pub use irqfd::irqfd;
+pub use page_out::page_out;
 pub use page_reads::{PageReads, Waker};
 pub use pagemap::{Pagemap, Written};
 pub use peer::PeerCredentials;

@@ -1,5 +1,6 @@
 //! The pager against simulated VMMs, in this process or in a child.
 
+mod cold;
 mod ends;
 mod faults;
 mod fill;

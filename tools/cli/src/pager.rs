@@ -82,6 +82,7 @@ fn pager_until_signal(args: &PagerArgs) -> Result<Exit, Refusal> {
         }
     };
     let pager = Pager::new(Config {
+        cold_after: settings.cold_after,
         report: Arc::new(report),
         ..Config::default()
     });

@@ -2,7 +2,7 @@
 
 use super::{Output, Pacing, PagesFrom, Patience};
 use crate::exit::EXIT_CODES;
-use crate::size::Size;
+use crate::size::{Size, parse_duration};
 use clap::{Args, Subcommand, ValueEnum};
 use lacuna_pager::WhenLost;
 use serde::Deserialize;
@@ -11,6 +11,7 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::Duration;
 
 /// `lacuna pager`.
 #[derive(Clone, PartialEq, Debug, Args)]
@@ -25,11 +26,15 @@ pub struct PagerArgs {
     pub what: Option<PagerCommand>,
     /// Several images, each with its socket, and all other settings from this file instead of the
     /// options; docs/pager.md has an example
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["PagedImage", "metrics"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["PagedImage", "metrics", "cold_after"])]
     pub config: Option<PathBuf>,
     /// One image
     #[command(flatten)]
     pub image: Option<PagedImage>,
+    /// Move the pages of a VM to the host's swap when it has used almost no processor time for this
+    /// long. Needs CAP_SYS_NICE, and swap or zram
+    #[arg(long, value_name = "TIME", value_parser = parse_duration)]
+    pub cold_after: Option<Duration>,
     /// As lacuna run --metrics, with the counters of the pager
     #[arg(long, value_name = "IP:PORT")]
     pub metrics: Option<SocketAddr>,

@@ -2,9 +2,11 @@
 
 use crate::args::{PagedImage, PagerArgs};
 use crate::exit::Exit;
+use crate::size::parse_duration;
 use serde::Deserialize;
 use std::net::SocketAddr;
 use std::path::Path;
+use std::time::Duration;
 use toml::Spanned;
 
 /// The settings of a pager. Both forms make the same.
@@ -14,6 +16,8 @@ pub struct Settings {
     pub images: Vec<PagedImage>,
     /// Where the counters are.
     pub metrics: Option<SocketAddr>,
+    /// How long a VM is idle before its pages go to swap.
+    pub cold_after: Option<Duration>,
 }
 
 /// The file.
@@ -23,6 +27,7 @@ struct File {
     #[serde(default)]
     image: Vec<Spanned<PagedImage>>,
     metrics: Option<SocketAddr>,
+    cold_after: Option<Spanned<String>>,
 }
 
 impl Settings {
@@ -35,6 +40,7 @@ impl Settings {
             return Ok(Self {
                 images: args.image.iter().cloned().collect(),
                 metrics: args.metrics,
+                cold_after: args.cold_after,
             });
         };
         let text = std::fs::read_to_string(path);
@@ -63,6 +69,10 @@ impl Settings {
                 "there is no [[image]]: add one, with socket and from",
             ));
         }
+        let cold_after = file.cold_after.map(|time| {
+            let parsed = parse_duration(time.get_ref());
+            parsed.map_err(|error| wrong(time.span().start, &format!("cold-after: {error}")))
+        });
         let folder = path.parent().unwrap_or(Path::new(""));
         let mut images = Vec::<PagedImage>::new();
         for image in file.image {
@@ -79,6 +89,7 @@ impl Settings {
         Ok(Self {
             images,
             metrics: file.metrics,
+            cold_after: cold_after.transpose()?,
         })
     }
 }

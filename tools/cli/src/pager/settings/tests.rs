@@ -72,6 +72,7 @@ fn wrong_files() {
             "",
             "1: there is no [[image]]: add one, with socket and from",
         ),
+        ("cold-after = 'soon'\n", "1: cold-after: "),
         ("metrics = 'here'\n", "1: invalid socket address"),
         ("[[image]]\nsocket = 's'\n", "1: missing field `from`"),
         ("\n[[image]]\nfrom = 'zeros'\n", "2: missing field `socket`"),
@@ -81,7 +82,7 @@ fn wrong_files() {
         ),
         (
             "\nimages = 1\n",
-            "2: unknown field `images`, expected `image` or `metrics`",
+            "2: unknown field `images`, expected one of `image`, `metrics`, `cold-after`",
         ),
         (
             &format!("{image}memory = 512"),
