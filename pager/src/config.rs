@@ -1,5 +1,6 @@
 //! The settings of a pager.
 
+use crate::state::StateFolder;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,16 +31,20 @@ pub struct Config {
     pub patience: Duration,
     /// Takes messages: refused connections, lost pages.
     pub report: Report,
+    /// What the next pager needs to serve this pager's VMs. Without it, the VMs of a killed pager
+    /// wait for ever.
+    pub state: Option<Arc<StateFolder>>,
 }
 
-/// Idle VMs stay in memory, a VMM's message may take five seconds, and messages for the user go to
-/// `tracing` alone.
+/// Idle VMs stay in memory, a VMM's message may take five seconds, messages for the user go to
+/// `tracing` alone, and nothing is left to the next pager.
 impl Default for Config {
     fn default() -> Self {
         Self {
             cold_after: None,
             patience: Duration::from_secs(5),
             report: Arc::new(|_| {}),
+            state: None,
         }
     }
 }
@@ -50,6 +55,7 @@ impl fmt::Debug for Config {
             cold_after,
             patience,
             report: _,
+            state: _,
         } = self;
         let mut debug = f.debug_struct("Config");
         debug.field("cold_after", cold_after);

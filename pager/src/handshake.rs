@@ -180,12 +180,17 @@ pub enum HandshakeError {
     /// The system's error.
     #[error("its message cannot be read: {0}")]
     System(#[from] Errno),
+    /// The state folder takes no file.
+    #[error("the next pager would not know it ({0}): give the state folder more room")]
+    State(#[from] std::io::Error),
 }
 
 /// A VMM's message, checked.
 pub struct Handshake {
     /// The VM's memory.
     pub regions: Regions,
+    /// As the VMM has announced it.
+    pub announced: Vec<RegionMessage>,
     /// Where its faults are read.
     pub uffd: Userfaultfd,
     /// The file that it has mapped.
@@ -234,7 +239,7 @@ impl Handshake {
             shared = Some(request.answer(socket, image)?);
             (message, fd) = receive(socket, patience)?;
         }
-        let Message::Regions(regions) = message else {
+        let Message::Regions(announced) = message else {
             return Err(HandshakeError::NoRegions);
         };
         let fd = fd.ok_or(HandshakeError::NoDescriptor)?;
@@ -244,7 +249,7 @@ impl Handshake {
         if polled[0].revents().contains(PollFlags::ERR) {
             return Err(HandshakeError::Blocking);
         }
-        let regions = Regions::new(&regions, image.image.pages)?;
+        let regions = Regions::new(&announced, image.image.pages)?;
         if shared.is_some() {
             if regions.has_large_pages() {
                 return Err(HandshakeError::LargeSharedPages);
@@ -255,6 +260,7 @@ impl Handshake {
         }
         Ok(Self {
             regions,
+            announced,
             uffd,
             shared,
         })

@@ -23,20 +23,19 @@
 //! A page that the VM has taken away, as by a balloon, gets zeros at its next fault, and never its
 //! old content. A page that the source has lost never gets zeros: [`WhenLost`] decides. The pager
 //! never closes the userfaultfd of a VM before the VM ends, because its missing pages would become
-//! zeros. `docs/pager.md` has the limits.
+//! zeros. If it is killed, the VMs wait for the next pager with the same [`StateFolder`].
+//! `docs/pager.md` has the limits.
 //!
 //! | file | job |
 //! |---|---|
-//! | `pager`, `config` | accepts VMs; the settings |
-//! | `image`, `served` | what a socket's VMs get; what they share |
-//! | `quota`, `window` | what a socket's VMs use together; a VM's requests in flight |
+//! | `pager`, `config`, `image` | accepts VMs; the settings; what a socket's VMs get |
+//! | `served`, `quota`, `window` | what a socket's VMs share; a VM's requests in flight |
 //! | `handshake`, `regions`, `peer_process` | the VMM's message, checked; its process |
-//! | `service` | the event thread of one VM |
-//! | `filler`, `rate`, `record` | a fill beside the faults; its limit; a VM's working set |
-//! | `vm`, `units` | what is done about an event or an answer; the states of pages |
+//! | `service`, `vm`, `units` | the event thread of one VM; what it does; the states of pages |
 //! | `placing`, `waiting` | a placement, and the kernel's answers; placements to repeat |
-//! | `cold` | idle VMs' pages go to swap |
-//! | `shared_pages` | the memory file that an image's clones share |
+//! | `filler`, `rate`, `record` | a fill beside the faults; its limit; a VM's working set |
+//! | `cold`, `shared_pages` | idle VMs' pages go to swap; the file that an image's clones share |
+//! | `state`, `supervisor` | what the next pager needs; the manager that keeps descriptors |
 //! | `stats`, `stalls`, `messages` | counters; the waits of threads; messages to the user |
 //!
 //! [`PageSource`]: lacuna_source::PageSource
@@ -59,7 +58,9 @@ mod served;
 mod service;
 mod shared_pages;
 mod stalls;
+mod state;
 mod stats;
+mod supervisor;
 mod units;
 mod vm;
 mod waiting;
@@ -68,9 +69,12 @@ mod window;
 pub use config::{Config, Report, WhenLost};
 pub use handshake::HandshakeError;
 pub use image::{Fill, Image};
+pub use lacuna_sys::pass_descriptors;
 pub use pager::Pager;
 pub use rate::FillRate;
 pub use record::Record;
 pub use regions::regions;
 pub use stalls::ThreadStalls;
+pub use state::{StateError, StateFolder};
 pub use stats::{PagerCounts, PagerStats, UnitCounts, VmStats};
+pub use supervisor::Supervisor;

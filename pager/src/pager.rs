@@ -5,16 +5,21 @@ use crate::filler::Filler;
 use crate::handshake::{Handshake, HandshakeError};
 use crate::image::Image;
 use crate::peer_process::PeerProcess;
+use crate::regions::Regions;
 use crate::served::Served;
 use crate::service::serve;
+use crate::state::{TakenVm, VmRecord, VmState, path_of, start_time, userfaultfd_inode};
 use crate::stats::{PagerCounts, PagerStats, VmStats};
+use crate::units::Units;
 use crate::vm::Vm;
 use lacuna_sync::{Mutex, join, lock, lock_order};
+use lacuna_sys::Userfaultfd;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -81,13 +86,21 @@ impl Pager {
     /// Serves each VM that connects to `listener` with `image`. A handshake does not say which
     /// image a VM needs, so each image has a socket of its own.
     ///
+    /// With [`Config::state`], it first takes back the VMs that an earlier pager has accepted at a
+    /// socket with this path. It reports those that it cannot take back. They wait.
+    ///
     /// # Errors
-    /// No thread is left.
+    /// No thread is left; or there is a state folder, and `listener` has no path.
     pub fn serve(&self, listener: UnixListener, image: Image) -> io::Result<()> {
         listener.set_nonblocking(true)?;
         let shared = Arc::clone(&self.shared);
-        let served = Served::new(image, Arc::clone(&shared.config.report));
-        let image = Arc::new(served);
+        let path = match &shared.config.state {
+            Some(_) => path_of(&listener)?,
+            None => PathBuf::new(),
+        };
+        let report = Arc::clone(&shared.config.report);
+        let image = Arc::new(Served::new(image, path, report));
+        shared.take_back(&image);
         let named = std::thread::Builder::new().name("lacuna-pager".into());
         let thread = named.spawn(move || shared.accept(&listener, &image))?;
         lock(&self.threads).push(thread);
@@ -167,26 +180,73 @@ impl PagerShared {
                 return self.refuse("a process", &HandshakeError::from(errno).to_string());
             }
         };
-        let (shared, image, name) = (Arc::clone(self), Arc::clone(image), process.to_string());
-        let connection = CountedConnection::new(self);
-        let named = std::thread::Builder::new().name("lacuna-pager-vm".into());
-        let started = named.spawn(move || {
+        let (image, name) = (Arc::clone(image), process.to_string());
+        let started = self.on_a_thread(move |shared, connection| {
             let name = process.to_string();
-            if let Err(refusal) = shared.handle(&socket, process, (&image, &connection)) {
+            let served = shared.handle(&socket, process, (&image, connection));
+            if let Err(refusal) = served {
                 shared.refuse(&name, &refusal.to_string());
             }
         });
-        if let Err(error) = started {
-            let reason = format!("there is no thread for it ({error}): raise `ulimit -u`");
+        if let Err(reason) = started {
             self.refuse(&name, &reason);
         }
     }
 
+    /// Calls `serve` on a thread for one VM. The error is for the user.
+    fn on_a_thread(
+        self: &Arc<Self>,
+        serve: impl FnOnce(&Self, &CountedConnection) + Send + 'static,
+    ) -> Result<(), String> {
+        let (shared, connection) = (Arc::clone(self), CountedConnection::new(self));
+        let named = std::thread::Builder::new().name("lacuna-pager-vm".into());
+        let started = named.spawn(move || serve(&shared, &connection));
+        let failed = |error| format!("there is no thread for it ({error}): raise `ulimit -u`");
+        started.map(drop).map_err(failed)
+    }
+
+    /// Takes back the VMs that an earlier pager has accepted at the same socket.
+    fn take_back(self: &Arc<Self>, served: &Arc<Served>) {
+        let Some(folder) = &self.config.state else {
+            return;
+        };
+        let serve = |taken: TakenVm, record: &VmRecord, state: VmState| {
+            let TakenVm {
+                uffd,
+                socket,
+                process,
+            } = taken;
+            let image = &served.image;
+            let refused = |error: HandshakeError| error.to_string();
+            process.check(&image.users).map_err(refused)?;
+            let regions = Regions::new(&record.regions, image.pages).map_err(refused)?;
+            if state.units().len() as u64 != regions.units() {
+                return Err("its file is damaged: end the VM, and remove the file".into());
+            }
+            let uffd = Arc::new(uffd);
+            let memory = (regions, Arc::clone(&uffd));
+            let report = Arc::clone(&self.config.report);
+            // Its shared file is gone with the pager that filled it: new pages are copies.
+            let vm = Vm::new(memory, Units::new(state), process, (image, None), report);
+            let vm = Arc::new(vm.map_err(|errno| errno.to_string())?);
+            vm.take_over();
+            let served = Arc::clone(served);
+            self.on_a_thread(move |shared, connection| {
+                let _share = served.quota.add(vm.bytes());
+                shared.serve((&vm, &uffd), &served, (socket.as_ref(), connection));
+            })
+        };
+        folder.take_back(&served.path, serve, |text| self.report(text));
+    }
+
+    fn report(&self, text: &str) {
+        tracing::warn!(target: "lacuna::pager", "{text}");
+        (self.config.report)(text);
+    }
+
     fn refuse(&self, name: &str, reason: &str) {
         self.refused.fetch_add(1, Ordering::Relaxed);
-        let text = format!("refused the VM of {name}: {reason}");
-        tracing::warn!(target: "lacuna::pager", "{text}");
-        (self.config.report)(&text);
+        self.report(&format!("refused the VM of {name}: {reason}"));
     }
 
     /// Serves the VM behind `socket` until it ends.
@@ -199,28 +259,68 @@ impl PagerShared {
         let image = &served.image;
         process.check(&image.users)?;
         let message = Handshake::receive(socket, served, self.config.patience)?;
-        let _share = served.quota.share(image, message.regions.bytes())?;
-        let uffd = Arc::new(message.uffd);
-        let memory = (message.regions, Arc::clone(&uffd));
-        let report = Arc::clone(&self.config.report);
+        let (regions, uffd) = (message.regions, Arc::new(message.uffd));
+        let _share = served.quota.share(image, regions.bytes())?;
+        let state = match &self.config.state {
+            None => VmState::anonymous(regions.units())?,
+            Some(folder) => {
+                let record = VmRecord {
+                    socket: served.path.clone(),
+                    user: process.user(),
+                    pid: process.pid(),
+                    started: process.pid().and_then(start_time),
+                    userfaultfd: userfaultfd_inode(&uffd)?,
+                    regions: message.announced,
+                };
+                folder.create(&record, regions.units(), (&uffd, socket))?
+            }
+        };
+        let memory = (regions, Arc::clone(&uffd));
+        let name = state.name().map(str::to_owned);
         let from = (image, message.shared);
-        let vm = Arc::new(Vm::new(memory, process, from, report)?);
-        let (number, pid) = (self.add(&vm), vm.pid());
+        let report = Arc::clone(&self.config.report);
+        let vm = Vm::new(memory, Units::new(state), process, from, report);
+        let vm = vm.inspect_err(|_| self.forget(name.as_deref()))?;
+        self.serve((&Arc::new(vm), &uffd), served, (Some(socket), connection));
+        Ok(())
+    }
+
+    /// The next pager finds nothing of the VM with the file `name`.
+    fn forget(&self, name: Option<&str>) {
+        if let (Some(folder), Some(name)) = (&self.config.state, name) {
+            folder.remove(name);
+        }
+    }
+
+    /// Serves `vm` until it ends.
+    fn serve(
+        &self,
+        (vm, uffd): (&Arc<Vm>, &Userfaultfd),
+        served: &Arc<Served>,
+        (socket, connection): (Option<&UnixStream>, &CountedConnection),
+    ) {
+        let (number, pid) = (self.add(vm), vm.pid());
         connection.has_its_message();
         let bytes = vm.bytes();
         tracing::info!(target: "lacuna::pager", number, pid, bytes, "serves a VM");
-        let filler = Filler::start(&vm, served).unwrap_or_else(|error| {
+        let filler = Filler::start(vm, served).unwrap_or_else(|error| {
             vm.say_no_filler(&error);
             None
         });
         let cold = self.config.cold_after.map(|after| vm.watch(after));
-        serve(&vm, (&uffd, socket), cold);
+        let end = match (socket, vm.process().pidfd()) {
+            (Some(socket), _) => (socket.as_fd(), PollFlags::RDHUP),
+            (None, Some(pidfd)) => (pidfd, PollFlags::IN),
+            // The bell has no such event: the kernel's answer to a placement ends the VM.
+            (None, None) => (vm.bell(), PollFlags::empty()),
+        };
+        serve(vm, (uffd, end), cold);
         drop(filler);
         vm.end();
-        if let Some(record) = image.record.as_ref().filter(|_| vm.is_recorded()) {
-            record
-                .save()
-                .unwrap_or_else(|error| (self.config.report)(&error.to_string()));
+        self.forget(vm.state().name());
+        if let Some(record) = served.image.record.as_ref().filter(|_| vm.is_recorded()) {
+            let saved = record.save();
+            saved.unwrap_or_else(|error| (self.config.report)(&error.to_string()));
         }
         let counts = vm.counts();
         self.remove(number, &counts);
@@ -234,7 +334,6 @@ impl PagerShared {
         tracing::info!(
             target: "lacuna::pager", number, pid, faults, placed, zeros, lost, "the VM has ended"
         );
-        Ok(())
     }
 
     fn add(&self, vm: &Arc<Vm>) -> u64 {

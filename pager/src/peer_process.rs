@@ -6,7 +6,7 @@ use lacuna_sys::{Errno, PeerCredentials, page_out};
 use rustix::param::clock_ticks_per_second;
 use rustix::process::{Signal, pidfd_send_signal};
 use std::fmt;
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
@@ -31,6 +31,16 @@ impl PeerProcess {
             true => Ok(()),
             false => Err(HandshakeError::User(self.0.user)),
         }
+    }
+
+    /// Its effective user when it connected.
+    pub fn user(&self) -> u32 {
+        self.0.user
+    }
+
+    /// The process itself: readable when it has ended.
+    pub fn pidfd(&self) -> Option<BorrowedFd<'_>> {
+        self.0.pidfd.as_ref().map(|pidfd| pidfd.as_fd())
     }
 
     /// Its number, unless it is in another PID namespace.
@@ -78,6 +88,12 @@ impl PeerProcess {
     /// As `pidfd_send_signal(2)`; `NOSYS` before Linux 6.5, whose sockets have no pidfd.
     pub fn kill(&self) -> Result<(), Errno> {
         pidfd_send_signal(self.0.pidfd.as_ref().ok_or(Errno::NOSYS)?, Signal::KILL)
+    }
+}
+
+impl From<PeerCredentials> for PeerProcess {
+    fn from(credentials: PeerCredentials) -> Self {
+        Self(credentials)
     }
 }
 

@@ -3,14 +3,14 @@
 use crate::HandshakeError;
 use lacuna_addr::{Hva, HvaRange, Level, PAGE_SIZE, PageCount};
 use lacuna_source::{HandlerRegion, SourcePage};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 /// The most regions of one VM.
 pub const REGIONS_MAX: usize = 1024;
 
 /// A region, as the message has it. All numbers are bytes, also `page_size_kib`: Firecracker's
 /// older versions send this field alone.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize, Serialize)]
 pub struct RegionMessage {
     base_host_virt_addr: u64,
     size: u64,
@@ -113,6 +113,11 @@ impl Regions {
     /// Whether a region has pages of more than 4 KiB.
     pub fn has_large_pages(&self) -> bool {
         self.0.iter().any(|region| region.is.page != Level::L4K)
+    }
+
+    /// The addresses of each region.
+    pub fn memory(&self) -> impl Iterator<Item = HvaRange> {
+        self.0.iter().map(|region| region.is.memory)
     }
 
     /// The unit at `address`.

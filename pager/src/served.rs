@@ -5,11 +5,14 @@ use crate::image::Image;
 use crate::quota::Quota;
 use crate::shared_pages::SharedPages;
 use lacuna_sys::Errno;
+use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 /// An image, and its shared pages from the first VM on that maps them.
 pub struct Served {
     pub image: Image,
+    /// The socket's, if there is a state folder: the next pager finds the VMs by it.
+    pub path: PathBuf,
     /// What the socket's VMs use together.
     pub quota: Quota,
     report: Report,
@@ -18,9 +21,10 @@ pub struct Served {
 
 impl Served {
     /// An image that no VM shares.
-    pub fn new(image: Image, report: Report) -> Self {
+    pub fn new(image: Image, path: PathBuf, report: Report) -> Self {
         Self {
             image,
+            path,
             quota: Quota::default(),
             report,
             pages: OnceLock::new(),

@@ -4,8 +4,7 @@ use crate::cold::ColdPages;
 use crate::vm::Vm;
 use lacuna_sys::{Errno, Userfaultfd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fd::AsFd;
-use std::os::unix::net::UnixStream;
+use rustix::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,22 +12,21 @@ use std::time::Duration;
 const PAUSE: Duration = Duration::from_millis(1);
 const PAUSE_MAX: Duration = Duration::from_millis(64);
 
+/// The descriptor that reports the end of a VM by these events: its connection, or its process.
+pub type EndOfVm<'a> = (BorrowedFd<'a>, PollFlags);
+
 /// Answers the faults of `vm` until the VMM closes its connection, or its process ends. An error of
 /// the pager ends the answers, but not this call: if the userfaultfd were closed, missing pages
 /// would become zeros.
 ///
 /// If `cold` watches the VM, its pages go to swap while it is idle.
-pub fn serve(
-    vm: &Arc<Vm>,
-    (uffd, socket): (&Userfaultfd, &UnixStream),
-    mut cold: Option<ColdPages>,
-) {
+pub fn serve(vm: &Arc<Vm>, (uffd, end): (&Userfaultfd, EndOfVm<'_>), mut cold: Option<ColdPages>) {
     let (mut faults, mut pause) = (Vec::new(), None);
     let mut error = None;
     while !vm.has_ended() {
         let due = cold.as_ref().and_then(ColdPages::due);
         let wait = pause.into_iter().chain(due).min();
-        let ready = match Ready::wait(uffd, socket, vm, (error.is_some(), wait)) {
+        let ready = match Ready::wait(uffd, end, vm, (error.is_some(), wait)) {
             Ok(ready) => ready,
             Err(Errno::INTR) => continue,
             // The host has no memory for the call.
@@ -87,12 +85,12 @@ impl Ready {
     /// works, only for the end of the connection.
     fn wait(
         uffd: &Userfaultfd,
-        socket: &UnixStream,
+        (end, ended): EndOfVm<'_>,
         vm: &Vm,
         (has_failed, pause): (bool, Option<Duration>),
     ) -> Result<Self, Errno> {
         let mut fds = [
-            PollFd::new(socket, PollFlags::RDHUP),
+            PollFd::from_borrowed_fd(end, ended),
             PollFd::from_borrowed_fd(vm.bell(), PollFlags::IN),
             PollFd::from_borrowed_fd(uffd.as_fd(), PollFlags::IN),
         ];
@@ -104,7 +102,7 @@ impl Ready {
             // Empty: another thread cannot have read it, so it is full again soon.
             let _ = rustix::io::read(vm.bell(), &mut [0; 8]);
         }
-        let ended = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL;
+        let ended = ended | PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL;
         Ok(Self {
             is_over: is_ready(0, ended),
             has_failed: is_ready(2, PollFlags::ERR | PollFlags::HUP | PollFlags::NVAL),

@@ -19,6 +19,7 @@
 //! it reclaims or collapses pages. So a unit that was mapped from the file has a state of its own,
 //! until the VM takes it away: a fault maps the file's page again.
 
+use crate::state::VmState;
 use crate::stats::UnitCounts;
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -54,17 +55,34 @@ impl UnitState {
 }
 
 /// The states of all units of a VM, one byte each. The VM's lock orders placements and removals:
-/// see `Vm::live`.
-pub struct Units(Box<[AtomicU8]>);
+/// see `Vm::live`. The next pager finds them in the VM's state: a zero is a missing unit.
+pub struct Units(VmState);
 
 impl Units {
-    /// `units` missing units.
-    pub fn new(units: u64) -> Self {
-        Self(
-            (0..units)
-                .map(|_| AtomicU8::new(UnitState::Missing as u8))
-                .collect(),
-        )
+    /// The units of `state`.
+    pub fn new(state: VmState) -> Self {
+        Self(state)
+    }
+
+    /// What outlives the pager.
+    pub fn state(&self) -> &VmState {
+        &self.0
+    }
+
+    /// Whether no unit was needed or taken away.
+    pub fn are_missing(&self) -> bool {
+        let missing = UnitState::Missing as u8;
+        let mut all = self.0.units().iter();
+        all.all(|state| state.load(Ordering::Relaxed) == missing)
+    }
+
+    /// No content is on its way: the pager that has asked for it is dead. If it has placed the
+    /// content of such a unit, and could not settle it, the next placement finds it there.
+    pub fn forget_requests(&self) {
+        let requested = [UnitState::Asked as u8, UnitState::Arrived as u8];
+        let states = self.0.units().iter();
+        let all = states.filter(|state| requested.contains(&state.load(Ordering::Relaxed)));
+        all.for_each(|state| state.store(UnitState::Missing as u8, Ordering::Relaxed));
     }
 
     /// The state now. A unit that the VMM has not announced is lost.
@@ -76,7 +94,7 @@ impl Units {
     /// How many units are in each state, at about one moment.
     pub fn count(&self) -> UnitCounts {
         let mut counts = [0; UnitState::Lost as usize + 1];
-        for word in &self.0 {
+        for word in self.0.units() {
             counts[UnitState::of(word.load(Ordering::Relaxed)) as usize] += 1;
         }
         let [missing, asked, arrived, settled, shared, lost] = counts;
@@ -125,7 +143,7 @@ impl Units {
     }
 
     fn word(&self, unit: u64) -> Option<&AtomicU8> {
-        self.0.get(usize::try_from(unit).ok()?)
+        self.0.units().get(usize::try_from(unit).ok()?)
     }
 
     fn change(&self, unit: u64, from: UnitState, to: UnitState) -> bool {
@@ -143,7 +161,7 @@ mod tests {
 
     #[test]
     fn only_legal_changes() {
-        let units = Units::new(3);
+        let units = Units::new(VmState::anonymous(3).unwrap());
         assert!(units.ask(0) && !units.ask(0));
         assert!(units.arrive(0) && !units.arrive(0) && !units.ask(0));
         assert_eq!(units.settle(0), UnitState::Arrived);
@@ -162,11 +180,23 @@ mod tests {
         assert_eq!(units.get(3), UnitState::Lost);
         assert!(!units.ask(3));
         let counts = UnitCounts {
-            missing: 1,
-            waiting: 0,
+            missing: 0,
+            waiting: 1,
             settled: 2,
             lost: 0,
         };
         assert_eq!(units.count(), counts);
+    }
+
+    #[test]
+    fn the_next_pager_asks_again() {
+        let units = Units::new(VmState::anonymous(5).unwrap());
+        assert!(units.ask(1) && units.ask(2) && units.arrive(2));
+        units.settle(3);
+        units.lose(4);
+        units.forget_requests();
+        let states: Vec<_> = (0..5).map(|unit| units.get(unit)).collect();
+        use UnitState::{Lost, Missing, Settled};
+        assert_eq!(states, [Missing, Missing, Missing, Settled, Lost]);
     }
 }

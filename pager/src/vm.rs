@@ -16,6 +16,7 @@
 //! placements with `EAGAIN`: the content then waits for the event thread in `waiting`.
 
 mod answers;
+mod events;
 mod filling;
 mod requests;
 
@@ -28,6 +29,7 @@ use crate::placing::{Placed, Put, place, wake};
 use crate::regions::{Regions, Unit};
 use crate::shared_pages::SharedPages;
 use crate::stalls::Stalls;
+use crate::state::VmState;
 use crate::stats::{Count, Counts, PagerCounts, VmStats};
 use crate::units::{UnitState, Units};
 use crate::waiting::{Again, Waiting, WaitingList, WaitingPut};
@@ -35,7 +37,7 @@ use crate::window::Window;
 use lacuna_addr::{Hva, HvaRange};
 use lacuna_source::{Gathering, Measured, PageSource, Recorder, SourcePage};
 use lacuna_sync::{Mutex, RwLock, RwLockReadGuard, lock, lock_order};
-use lacuna_sys::{Errno, Event, Userfaultfd};
+use lacuna_sys::{Errno, Userfaultfd};
 use rustix::event::{EventfdFlags, eventfd};
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -43,8 +45,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-/// The most reads of the descriptor under one lock. Each returns up to 64 events.
-const READS: usize = 64;
 const NO_HUGE_PAGE: &str = "no huge page is left, or another thread has placed it";
 
 /// One VM.
@@ -75,18 +75,22 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// A VM whose pages are all missing.
+    /// A VM with these units.
     ///
     /// # Errors
     /// No descriptor is left.
     pub fn new(
         (regions, uffd): (Regions, Arc<Userfaultfd>),
+        units: Units,
         process: PeerProcess,
         (image, shared): (&Image, Option<Arc<SharedPages>>),
         report: Report,
     ) -> Result<Self, Errno> {
+        // The first touches of a VM of an earlier pager are gone.
+        let record = image.record.as_ref().filter(|_| units.are_missing());
+        let recorder = record.and_then(|record| record.take());
         Ok(Self {
-            units: Units::new(regions.units()),
+            units,
             messages: Messages::new(&process, report),
             regions,
             process,
@@ -95,7 +99,7 @@ impl Vm {
                 None => Arc::clone(&image.source),
             }),
             shared,
-            recorder: image.record.as_ref().and_then(|record| record.take()),
+            recorder,
             when_lost: image.when_lost,
             live: RwLock::new(Some(uffd)),
             gathering: Mutex::default(),
@@ -107,95 +111,6 @@ impl Vm {
             has_fill_ended: AtomicBool::new(false),
             counts: Counts::default(),
         })
-    }
-
-    /// Reads the events of the descriptor. Settles the removed units, and appends the faults to
-    /// `faults`. Returns whether there was an event.
-    ///
-    /// # Errors
-    /// As `read(2)`.
-    pub fn read_events(&self, faults: &mut Vec<Hva>) -> Result<bool, Errno> {
-        let live = self.live.write().unwrap_or_else(PoisonError::into_inner);
-        let Some(uffd) = &*live else {
-            return Ok(false);
-        };
-        let (mut events, mut read) = (Vec::new(), Ok(()));
-        for _ in 0..READS {
-            let before = events.len();
-            read = uffd.events(&mut events);
-            if events.len() == before {
-                break;
-            }
-        }
-        let read = read.map(|()| !events.is_empty());
-        // The kernel returns faults before removals that are older.
-        for event in events {
-            match event {
-                Event::Fault(fault) => {
-                    if let Some(unit) = self.regions.at(fault.page) {
-                        self.stalls.begin(fault.thread, unit.number);
-                    }
-                    faults.push(fault.page);
-                }
-                Event::Removed(range) | Event::Unmapped(range) => self.remove(uffd, range),
-                Event::Moved { from, to } => self.moved(uffd, from, to),
-                // The child's pages are not served. Dropping its descriptor lets the child
-                // continue, with zeros in missing pages.
-                Event::Forked(child) => {
-                    drop(child);
-                    let text = "has forked: the child's missing pages are zeros; do not fork a VMM";
-                    self.messages.say(Matter::Oddity, text);
-                }
-                Event::Other(number) => {
-                    let text = format!("has sent the unknown event {number:#x}, which is ignored");
-                    self.messages.say(Matter::Oddity, &text);
-                }
-            }
-        }
-        read
-    }
-
-    fn remove(&self, uffd: &Userfaultfd, range: HvaRange) {
-        self.counts.add(Count::Removals);
-        for (number, is_whole) in self.regions.touched(range) {
-            if !is_whole {
-                // No content may cover the removed pages, and the others must not become zeros. A
-                // settled unit stays: its missing pages get zeros.
-                let unit = self.regions.unit(number);
-                let reason = "the VM has taken a part of the page away: announce its page size";
-                self.lose(Some(uffd), &unit, reason);
-                continue;
-            }
-            match self.units.settle(number) {
-                UnitState::Missing | UnitState::Settled | UnitState::Shared => {}
-                // The waiting threads fault again, and get zeros.
-                UnitState::Asked | UnitState::Arrived | UnitState::Lost => {
-                    lock(&self.gathering).remove(&number);
-                    wake(uffd, &self.regions.unit(number));
-                }
-            }
-        }
-    }
-
-    /// The VMM has moved a part of its memory. It has not announced the new addresses, so a fault
-    /// there is a fault outside of the regions.
-    fn moved(&self, uffd: &Userfaultfd, from: HvaRange, to: Hva) {
-        for (number, _) in self.regions.touched(from) {
-            if let Some(UnitState::Asked | UnitState::Arrived) = self.units.lose(number) {
-                lock(&self.gathering).remove(&number);
-                // Its threads find that the memory is not there any more.
-                wake(uffd, &self.regions.unit(number));
-            }
-        }
-        let text = format!(
-            "has moved memory from {} to {to} by mremap, which this pager does not follow: its \
-             missing pages are lost",
-            from.start()
-        );
-        self.messages.say(Matter::Loss, &text);
-        if self.when_lost == WhenLost::Kill {
-            self.kill();
-        }
     }
 
     /// Answers a fault at `address`, or makes requests for [`Vm::send_requests`].
@@ -455,6 +370,16 @@ impl Vm {
     pub fn page_out(&self, cold: &mut ColdPages) {
         let bytes = cold.look(&self.regions, &self.process, &self.messages);
         self.counts.add_many(Count::PagedOut, bytes);
+    }
+
+    /// Its process.
+    pub fn process(&self) -> &PeerProcess {
+        &self.process
+    }
+
+    /// What outlives the pager.
+    pub fn state(&self) -> &VmState {
+        self.units.state()
     }
 
     /// The number of its process, unless that is in another PID namespace.

@@ -145,6 +145,8 @@ classes! {
         PagerStalls "Stalls (pager)",
         PagerVms "PagerShared::vms (pager)",
         PagerThread "Pager::thread (pager)",
+        PagerFound "StateFolder::found (pager)",
+        PagerKept "Supervisor::kept (pager)",
         ApfArrivals "Arrivals::list (apf)",
         DirtyCounts "Tracking::counts (mmu)",
         PlatformEnding "PlatformDevices::ending",

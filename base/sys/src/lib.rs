@@ -16,6 +16,8 @@
 //! * [`VcpuStatistic`]: one of KVM's statistics of a vCPU.
 //! * [`major_faults`]: how often Linux has read a page for the calling thread.
 //! * [`PeerCredentials`]: the process at the other end of a UNIX socket.
+//! * [`SharedBytes`]: bytes of a file that outlive this process.
+//! * [`inherited_descriptors`], [`pass_descriptors`]: descriptors that a service manager keeps.
 //! * [`tap`], [`new_network_namespace`]: a network interface of this process, apart from others.
 //!
 //! An *unsafe room*: these calls change the process's own memory, or take its addresses.
@@ -23,12 +25,14 @@
 mod area;
 mod counted;
 mod dirty_log;
+mod inherited;
 mod ioeventfd;
 mod irqfd;
 mod page_out;
 mod page_reads;
 mod pagemap;
 mod peer;
+mod shared_bytes;
 mod shared_file;
 mod sigbus;
 mod signals;
@@ -40,12 +44,14 @@ mod userfaultfd;
 
 pub use area::{FileArea, MissingArea};
 pub use dirty_log::{clear_dirty_log, reset_dirty_rings};
+pub use inherited::{inherited_descriptors, pass_descriptors};
 pub use ioeventfd::{IoWrites, ioeventfd};
 pub use irqfd::irqfd;
 pub use page_out::page_out;
 pub use page_reads::{PageReads, Waker};
 pub use pagemap::{Pagemap, Written};
 pub use peer::PeerCredentials;
+pub use shared_bytes::SharedBytes;
 pub use shared_file::SharedFile;
 pub use sigbus::TakenPages;
 pub use statistic::VcpuStatistic;
@@ -53,5 +59,5 @@ pub use tap::{new_network_namespace, tap};
 pub use touch::{Touched, Toucher};
 pub use usage::major_faults;
 pub use userfaultfd::{
-    Accesses, Errno, Event, Fault, Minor, Partial, Userfaultfd, VmmMemory, Waiters,
+    Accesses, EVENT_BYTES, Errno, Event, Fault, Minor, Partial, Userfaultfd, VmmMemory, Waiters,
 };

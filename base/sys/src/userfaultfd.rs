@@ -12,7 +12,7 @@ mod events;
 mod place;
 mod shared;
 
-pub use events::Event;
+pub use events::{EVENT_BYTES, Event};
 pub use place::{Partial, Waiters};
 pub use shared::{Accesses, Minor, VmmMemory};
 

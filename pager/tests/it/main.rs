@@ -10,6 +10,7 @@ mod lost;
 mod quotas;
 mod random;
 mod removals;
+mod restart;
 mod seen;
 mod shared;
 mod shared_hostile;

@@ -10,19 +10,20 @@ use lacuna_source::{Faults, Injected};
 use lacuna_sys::Userfaultfd;
 use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Pages of each thread. No other thread uses them, so the thread's model is exact.
 const PAGES: u64 = 48;
 const THREADS: u64 = 3;
 
 /// Reads, writes and removes pages, and checks every byte that it reads. Without events of removals
-/// (`touches`), a page must be in place before it is removed, or its content comes later.
-fn use_pages(memory: Memory, (first, touches): (u64, bool), seed: u64) {
-    let mut rng = Rng::with_seed(seed);
+/// (`touches`), a page must be in place before it is removed, or its content comes later. Returns
+/// the longest time of a step.
+pub fn use_pages(memory: Memory, (first, touches): (u64, bool), seed: u64) -> Duration {
+    let (mut rng, mut longest) = (Rng::with_seed(seed), Duration::ZERO);
     let mut model: Vec<u64> = (first..first + PAGES).map(word).collect();
     for step in 0..600 {
-        let at = rng.u64(0..PAGES);
+        let (at, began) = (rng.u64(0..PAGES), Instant::now());
         match rng.u8(0..8) {
             0 => {
                 memory.write(first + at, step + 1);
@@ -44,6 +45,7 @@ fn use_pages(memory: Memory, (first, touches): (u64, bool), seed: u64) {
                 );
             }
         }
+        longest = longest.max(began.elapsed());
     }
     for at in 0..PAGES {
         assert_eq!(
@@ -52,6 +54,7 @@ fn use_pages(memory: Memory, (first, touches): (u64, bool), seed: u64) {
             "seed {seed}, page {at}"
         );
     }
+    longest
 }
 
 fn random_threads((uffd, touches): (Userfaultfd, bool), is_filled: bool, seed: u64) {

@@ -141,9 +141,18 @@ impl Vmm {
     }
 
     pub fn with(bed: &Bed, uffd: Userfaultfd, (memory, first): (Memory, u64), page: Level) -> Self {
+        let socket = UnixStream::connect(&bed.path).unwrap();
+        Self::on(socket, uffd, (memory, first), page)
+    }
+
+    pub fn on(
+        socket: UnixStream,
+        uffd: Userfaultfd,
+        (memory, first): (Memory, u64),
+        page: Level,
+    ) -> Self {
         // SAFETY: 1. the memory stays mapped, and is accessed only by atomics.
         unsafe { uffd.register(memory.range()) }.unwrap();
-        let socket = UnixStream::connect(&bed.path).unwrap();
         let region = HandlerRegion {
             memory: memory.range(),
             first: SourcePage(first),

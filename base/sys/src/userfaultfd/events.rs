@@ -5,9 +5,12 @@ use super::{
     WRITEPROTECT, WriteProtect, all, fault,
 };
 use lacuna_addr::{Hva, HvaRange, PAGE_SIZE};
-use rustix::fd::{FromRawFd as _, OwnedFd};
-use rustix::io::{self, Errno, IoSliceMut, ReadWriteFlags};
+use rustix::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+use rustix::io::{self, Errno};
+use std::sync::atomic::{AtomicU8, Ordering};
 
+/// Bytes of 64 events.
+pub const EVENT_BYTES: usize = 64 * MESSAGE;
 /// `UFFD_FEATURE_PAGEFAULT_FLAG_WP`, since Linux 5.7.
 const FEATURE_FLAG_WP: u64 = 1;
 /// `UFFD_FEATURE_EVENT_REMOVE`, since Linux 4.11.
@@ -88,37 +91,74 @@ impl Userfaultfd {
         unsafe { self.update::<{ WRITEPROTECT }, _>(&mut protect) }
     }
 
-    /// Appends the unread events to `events`, at most 64, in the kernel's order. It never waits for
-    /// one: before Linux 6.10 only as long as the descriptor has `O_NONBLOCK`, which each process
-    /// with a copy of the descriptor can clear.
+    /// Appends the unread events to `events`, in the kernel's order, as many as `buffer` has room
+    /// for. It never waits for one: before Linux 6.10 only as long as the descriptor has
+    /// `O_NONBLOCK`, which each process with a copy of the descriptor can clear.
+    ///
+    /// The kernel writes the events to `buffer`, and each removing thread continues with the read.
+    /// If `buffer` outlives this process, [`Event::changes`] finds the events there.
     ///
     /// # Errors
     /// As `read(2)`. If there is no unread event, that is no error.
-    pub fn events(&self, events: &mut Vec<Event>) -> io::Result<()> {
-        let mut bytes = [0; 64 * MESSAGE];
-        let read = self.read_now(&mut bytes)?;
-        let messages = bytes[..read].chunks_exact(MESSAGE);
+    pub fn events(&self, buffer: &[AtomicU8], events: &mut Vec<Event>) -> io::Result<()> {
+        let read = self.read_now(buffer)?;
         // SAFETY: 1. the kernel has just written the messages, and each is decoded once.
-        events.extend(messages.filter_map(|message| unsafe { event(message) }));
+        events.extend(messages(&buffer[..read]).filter_map(|message| unsafe { event(&message) }));
         Ok(())
     }
-}
 
-impl Userfaultfd {
     /// The flag `O_NONBLOCK` belongs to all copies of the descriptor, so it does not suffice.
-    fn read_now(&self, bytes: &mut [u8; 64 * MESSAGE]) -> io::Result<usize> {
-        let buffers = &mut [IoSliceMut::new(bytes)];
-        match io::preadv2(&self.fd, buffers, u64::MAX, ReadWriteFlags::NOWAIT) {
+    fn read_now(&self, buffer: &[AtomicU8]) -> io::Result<usize> {
+        let (fd, bytes) = (self.fd.as_raw_fd(), buffer.len());
+        let at = buffer.as_ptr().cast_mut().cast();
+        let whole = libc::iovec {
+            iov_base: at,
+            iov_len: bytes,
+        };
+        // SAFETY: 1. the kernel writes to the buffer, whose bytes are atomics.
+        let mut read = unsafe { libc::preadv2(fd, &raw const whole, 1, -1, libc::RWF_NOWAIT) };
+        // Before Linux 6.10.
+        if read < 0 && matches!(last_error(), Errno::OPNOTSUPP | Errno::NOSYS) {
+            // SAFETY: 1. as above.
+            read = unsafe { libc::read(fd, at, bytes) };
+        }
+        match usize::try_from(read).map_err(|_| last_error()) {
             Err(Errno::AGAIN | Errno::INTR) => Ok(0),
-            // Before Linux 6.10.
-            Err(Errno::OPNOTSUPP | Errno::NOSYS) => self.read(bytes),
             read => read,
         }
     }
 }
 
+impl Event {
+    /// The removals, unmappings and moves in a buffer of [`Userfaultfd::events`]: of the last read
+    /// into it, and of earlier ones that had more events.
+    pub fn changes(buffer: &[AtomicU8]) -> impl Iterator<Item = Self> {
+        let is_change = |message: &Message| {
+            let kind = message[0];
+            kind == EVENT_REMOVE || kind == EVENT_UNMAP || kind == EVENT_REMAP
+        };
+        // SAFETY: 1. no such message has a descriptor.
+        messages(buffer)
+            .filter(is_change)
+            .filter_map(|message| unsafe { event(&message) })
+    }
+}
+
+type Message = [u8; MESSAGE];
+
+fn messages(buffer: &[AtomicU8]) -> impl Iterator<Item = Message> {
+    let chunks = buffer.as_chunks().0.iter();
+    chunks.map(|message: &[AtomicU8; MESSAGE]| {
+        std::array::from_fn(|at| message[at].load(Ordering::Relaxed))
+    })
+}
+
+fn last_error() -> Errno {
+    Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
+}
+
 /// # Safety
-/// The message is a new one of the kernel's: a descriptor in it has no other owner.
+/// A descriptor in the message has no other owner.
 unsafe fn event(message: &[u8]) -> Option<Event> {
     let word = |at: usize| {
         let bytes = message.get(at..at + 8)?.try_into().ok()?;

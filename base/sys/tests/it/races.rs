@@ -1,6 +1,7 @@
 //! Races of userfaultfd, each provoked against the kernel: the results of its calls, and the right
 //! reaction to each result.
 
+use crate::userfaultfd::event_buffer;
 use lacuna_addr::{Hva, HvaRange, PAGE_SIZE};
 use lacuna_skip::test;
 use lacuna_sys::{Errno, Event, Minor, Partial, TakenPages, Userfaultfd, Waiters};
@@ -232,10 +233,15 @@ fn fills_wait_until_a_removal_is_read() {
             "{poisoned:?}"
         );
         assert!(!remover.is_finished());
-        let mut events = Vec::new();
+        let (buffer, mut events) = (event_buffer(), Vec::new());
         while events.is_empty() {
-            uffd.events(&mut events).unwrap();
+            uffd.events(&buffer, &mut events).unwrap();
         }
+        // As a later process finds it.
+        let mut changes = Event::changes(&buffer);
+        let change = changes.next();
+        assert!(matches!(change, Some(Event::Removed(range)) if range == memory.one(1)));
+        assert!(changes.next().is_none());
         assert!(
             matches!(events[..], [Event::Removed(range)] if range == memory.one(1)),
             "{events:?}"
@@ -268,8 +274,9 @@ fn removals_and_faults_are_answered_in_order() {
     thread::scope(|scope| {
         let handler = scope.spawn(|| {
             let (mut removed, mut waiting, mut events) = (0, Vec::new(), Vec::new());
+            let buffer = event_buffer();
             while !over.load(Ordering::SeqCst) {
-                uffd.events(&mut events).unwrap();
+                uffd.events(&buffer, &mut events).unwrap();
                 for event in events.drain(..) {
                     match event {
                         Event::Removed(range) => {

@@ -2,7 +2,9 @@
 //! are recorded.
 
 use lacuna_addr::{Access, Hva, HvaRange, PAGE_SIZE};
-use lacuna_sys::{Errno, Fault, MissingArea, Pagemap, Partial, Userfaultfd, Waiters, Written};
+use lacuna_sys::{
+    EVENT_BYTES, Errno, Fault, MissingArea, Pagemap, Partial, Userfaultfd, Waiters, Written,
+};
 use rustix::fs::OFlags;
 use rustix::io::{ReadWriteFlags, preadv2};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
@@ -10,7 +12,7 @@ use rustix::thread::gettid;
 use std::io::IoSliceMut;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::ptr;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::mpsc::channel;
 use std::thread;
 use std::time::Duration;
@@ -30,12 +32,16 @@ fn events_do_not_wait_without_the_flag() {
     }
     let (done, is_done) = channel();
     thread::spawn(move || {
-        let mut events = Vec::new();
-        let read = uffd.events(&mut events);
+        let (buffer, mut events) = (event_buffer(), Vec::new());
+        let read = uffd.events(&buffer, &mut events);
         done.send((read, events.len())).unwrap();
     });
     let read = is_done.recv_timeout(Duration::from_secs(20));
     assert_eq!(read, Ok((Ok(()), 0)));
+}
+
+pub fn event_buffer() -> [AtomicU8; EVENT_BYTES] {
+    [const { AtomicU8::new(0) }; EVENT_BYTES]
 }
 
 fn open() -> Option<Userfaultfd> {
