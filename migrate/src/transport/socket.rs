@@ -52,6 +52,28 @@ impl PrivateSocket {
         }
     }
 
+    /// As [`PrivateSocket::bind`]. Replaces a socket that no process serves any more, as a killed
+    /// process leaves it. No other process may do the same at the same time.
+    ///
+    /// # Errors
+    /// [`TransportError::Listen`].
+    pub fn bind_again(path: &Path) -> Result<Self, TransportError> {
+        if is_socket(path) && UnixStream::connect(path).is_err_and(|error| is_refused(&error)) {
+            // If it stays, `bind` says so.
+            let _ = std::fs::remove_file(path);
+        }
+        Self::bind(path)
+    }
+
+    /// The socket `listener`, which has been bound at `path`.
+    pub fn inherited(path: &Path, listener: UnixListener) -> Self {
+        Self {
+            path: path.to_owned(),
+            file: id(path),
+            listener,
+        }
+    }
+
     /// The socket itself.
     pub fn listener(&self) -> &UnixListener {
         &self.listener
@@ -84,6 +106,10 @@ pub fn is_socket(path: &Path) -> bool {
         .is_ok_and(|found| found.file_type().is_socket())
 }
 
+fn is_refused(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::ConnectionRefused
+}
+
 /// The advice about a taken name.
 fn taken(path: &Path) -> &'static str {
     if !is_socket(path) {
@@ -91,9 +117,7 @@ fn taken(path: &Path) -> &'static str {
     }
     match UnixStream::connect(path) {
         Ok(_) => "another process serves there: choose another name",
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-            "no process serves there any more: remove the file"
-        }
+        Err(error) if is_refused(&error) => "no process serves there any more: remove the file",
         Err(_) => "choose another name, or remove the file if no process serves there",
     }
 }
@@ -152,6 +176,9 @@ mod tests {
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
         assert!(refused(&path).ends_with("no process serves there any more: remove the file"));
+        drop(PrivateSocket::bind_again(&path).unwrap());
+        let _socket = UnixListener::bind(&path).unwrap();
+        assert!(PrivateSocket::bind_again(&path).is_err());
         remove_file(&path).unwrap();
         write(&path, "notes").unwrap();
         assert!(refused(&path).ends_with("it is not a socket: choose another name"));

@@ -13,8 +13,8 @@
 //! * [`snapshot`], [`migrate`], [`ctl`], [`monitor`]: `lacuna snapshot`, `lacuna migrate`, `lacuna
 //!   ctl`, which are clients of a control socket.
 //! * [`run`], [`image`], [`pages`], [`observe`]: `lacuna run`.
-//! * [`serve`], [`mod@pager`], [`mod@offload`]: `lacuna serve`, `lacuna pager`, `lacuna offload`.
-//!   [`source`]: page sources.
+//! * [`serve`], [`mod@pager`], [`mod@park`], [`mod@offload`]: `lacuna serve`, `lacuna pager`, its
+//!   `--park`, `lacuna offload`. [`source`]: page sources.
 //! * [`lab`]: `lacuna lab`, and `lacuna` alone. [`mod@test`]: `lacuna test`.
 //! * [`pager_test`]: `lacuna pager-test`.
 //! * [`doctor`]: what this host can do.
@@ -44,6 +44,7 @@ pub mod output;
 pub mod pager;
 pub mod pager_test;
 pub mod pages;
+pub mod park;
 pub mod pipe;
 mod progress;
 pub mod run;

@@ -16,6 +16,7 @@ use lacuna_cli::offload::offload;
 use lacuna_cli::output::{complain, print, print_json};
 use lacuna_cli::pager::pager;
 use lacuna_cli::pager_test::pager_test;
+use lacuna_cli::park::park;
 use lacuna_cli::run::{exit_of, run};
 use lacuna_cli::serve::serve;
 use lacuna_cli::snapshot::snapshot;
@@ -91,6 +92,7 @@ fn command(command: Option<Command>) -> Exit {
         Some(Command::Doctor(args)) => doctor(&args),
         Some(Command::Run(args)) => run(&args),
         Some(Command::Serve(args)) => serve(&args),
+        Some(Command::Pager(args)) if args.park => park(),
         Some(Command::Pager(args)) => pager(&args),
         Some(Command::Offload(args)) => offload(&args),
         Some(Command::Snapshot(args)) => snapshot(&args),

@@ -16,8 +16,9 @@ use image::{ImageReport, OpenImage};
 use lacuna::metrics::Metrics;
 use lacuna::migrate::transport::PrivateSocket;
 use lacuna_lab::report::short;
-use lacuna_pager::{Config, Pager};
+use lacuna_pager::{Config, Pager, StateFolder, Supervisor};
 use serde::Serialize;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -71,6 +72,8 @@ fn pager_until_signal(args: &PagerArgs) -> Result<Exit, Refusal> {
     let settings = Settings::of(args)?;
     let images = settings.images.into_iter().map(OpenImage::open);
     let images = &images.collect::<Result<Vec<_>, _>>()?;
+    // First: it waits for the end of the last pager, which has the other resources.
+    let state = args.state.as_deref().map(open_state).transpose()?;
     let metrics = settings.metrics.map(MetricsSocket::open).transpose()?;
     // The pager reports under the lock of a VM, and stderr may block.
     let (sender, messages) = sync_channel(MESSAGES);
@@ -84,11 +87,16 @@ fn pager_until_signal(args: &PagerArgs) -> Result<Exit, Refusal> {
     let pager = Pager::new(Config {
         cold_after: settings.cold_after,
         report: Arc::new(report),
+        state: state.clone(),
         ..Config::default()
     });
     let pager = &pager.map_err(|error| host(format!("no descriptor is left: {error}")))?;
-    let sockets = images.iter().map(|image| image.serve(pager));
+    let sockets = images
+        .iter()
+        .map(|image| image.serve(pager, state.as_deref()));
     let sockets = sockets.collect::<Result<Vec<_>, _>>()?;
+    let complaints = state.iter().flat_map(|state| state.complaints());
+    complaints.for_each(|text| complain(&text));
     let fill = || {
         let mut to = Metrics::default();
         pager.stats().fill(&mut to);
@@ -106,12 +114,23 @@ fn pager_until_signal(args: &PagerArgs) -> Result<Exit, Refusal> {
             output: &args.output,
             images,
             pager,
+            state: state.as_deref(),
             messages: &messages,
             unsaid: &unsaid,
             began,
         };
         serves.until_signal(&signals, sockets)
     })
+}
+
+/// Opens the folder of `--state`.
+fn open_state(path: &Path) -> Result<Arc<StateFolder>, Refusal> {
+    let supervisor = Supervisor::from_environment();
+    let supervisor = supervisor.map_err(|error| host(format!("the service manager: {error}")))?;
+    let opened = StateFolder::open(path, supervisor);
+    opened
+        .map(Arc::new)
+        .map_err(|error| host(format!("--state: {error}")))
 }
 
 fn host(text: String) -> Refusal {
@@ -123,6 +142,7 @@ struct Serves<'a> {
     output: &'a Output,
     images: &'a [OpenImage],
     pager: &'a Pager,
+    state: Option<&'a StateFolder>,
     /// What the pager reports.
     messages: &'a Receiver<String>,
     /// Messages that found no room.
@@ -145,21 +165,23 @@ impl Serves<'_> {
             if let Some(signal) = signals.caught() {
                 let is_first = sockets.take().is_some();
                 if is_first {
-                    // The second signal leaves no time for it.
-                    self.images.iter().for_each(OpenImage::save_record);
+                    self.accept_no_more();
                 }
-                // Before the count, which only falls afterwards.
-                self.pager.stop_accepting();
+                // It only falls.
                 let vms = self.pager.connections();
                 if vms == 0 {
                     break signal;
                 }
                 if is_first {
+                    let wait = match self.state {
+                        None => "for ever",
+                        Some(_) => "for the next one with the same --state",
+                    };
                     live.suspend(|| {
                         complain(&format!(
                             "{signal}: {vms} VMs need this pager, which ends when they have ended \
                              and accepts no other; another {signal} ends it now, and the VMs wait \
-                             for ever"
+                             {wait}"
                         ));
                     });
                 }
@@ -200,6 +222,15 @@ impl Serves<'_> {
         };
         write_result_until_signal(self.output, &text, &(json + "\n"), signals)?;
         Ok(exit)
+    }
+
+    fn accept_no_more(&self) {
+        // Now: a second signal leaves no time for it.
+        self.images.iter().for_each(OpenImage::save_record);
+        if let Some(state) = self.state {
+            state.supervisor().forget_listeners();
+        }
+        self.pager.stop_accepting();
     }
 
     fn print_messages(&self) {

@@ -34,7 +34,8 @@ pub enum Signal {
 impl Signal {
     const ALL: [Self; 3] = [Self::Hangup, Self::Interrupt, Self::Terminate];
 
-    const fn of_kernel(self) -> nix::sys::signal::Signal {
+    /// For `kill(2)`.
+    pub const fn of_kernel(self) -> nix::sys::signal::Signal {
         match self {
             Self::Hangup => SIGHUP,
             Self::Interrupt => SIGINT,

@@ -35,6 +35,14 @@ pub struct PagerArgs {
     /// long. Needs CAP_SYS_NICE, and swap or zram
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     pub cold_after: Option<Duration>,
+    /// Keep what the next pager needs in this folder, in /run or /dev/shm. If this pager is killed,
+    /// its VMs wait for the next one with the same folder
+    #[arg(long, value_name = "FOLDER")]
+    pub state: Option<PathBuf>,
+    /// Start this pager in a child process again and again, and keep its VMs' descriptors
+    /// meanwhile, as systemd does. SIGHUP starts the program that is installed now
+    #[arg(long, requires = "state")]
+    pub park: bool,
     /// As lacuna run --metrics, with the counters of the pager
     #[arg(long, value_name = "IP:PORT")]
     pub metrics: Option<SocketAddr>,

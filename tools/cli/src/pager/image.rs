@@ -14,12 +14,13 @@ use lacuna::source::{
     Measured, PageSource, Policy, TouchedMemory, Touches, TouchesError, WhenGone,
 };
 use lacuna_lab::report::time;
-use lacuna_pager::{Fill, FillRate, Image, Pager, Record};
+use lacuna_pager::{Fill, FillRate, Image, Pager, Record, StateFolder};
 use serde::Serialize;
 use std::fs::{Permissions, set_permissions};
 use std::num::NonZeroU64;
+use std::os::fd::AsFd as _;
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 type Source = Measured<Box<dyn PageSource>>;
@@ -73,9 +74,13 @@ impl OpenImage {
     }
 
     /// Serves the VMs that connect to the new socket.
-    pub fn serve(&self, pager: &Pager) -> Result<PrivateSocket, Refusal> {
+    pub fn serve(
+        &self,
+        pager: &Pager,
+        state: Option<&StateFolder>,
+    ) -> Result<PrivateSocket, Refusal> {
         let path = &self.is.socket;
-        let socket = PrivateSocket::bind(path).map_err(transport_refusal)?;
+        let socket = listen(path, state)?;
         let mut image = Image {
             when_lost: self.is.when_lost.unwrap_or_default().into(),
             vms_max: self.is.vms_max,
@@ -190,4 +195,18 @@ fn fill_of(is: &PagedImage, pages: PageCount) -> Result<Option<Fill>, Refusal> {
         is_whole: is.fill,
         rate: rate.transpose()?,
     }))
+}
+
+/// The socket, which a service manager may have kept since the last pager.
+fn listen(path: &Path, state: Option<&StateFolder>) -> Result<PrivateSocket, Refusal> {
+    let Some(state) = state else {
+        return PrivateSocket::bind(path).map_err(transport_refusal);
+    };
+    if let Some(listener) = state.supervisor().listener(path) {
+        return Ok(PrivateSocket::inherited(path, listener));
+    }
+    // The folder's lock keeps other pagers from doing the same.
+    let socket = PrivateSocket::bind_again(path).map_err(transport_refusal)?;
+    state.supervisor().keep_listener(socket.listener().as_fd());
+    Ok(socket)
 }

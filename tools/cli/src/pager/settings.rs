@@ -63,16 +63,17 @@ impl Settings {
             let at = error.span().map_or(0, |span| span.start);
             wrong(at, &format!("{what}; docs/pager.md has an example"))
         })?;
+        let cold_after = file.cold_after.map(|time| {
+            let parsed = parse_duration(time.get_ref());
+            parsed.map_err(|error| wrong(time.span().start, &format!("cold-after: {error}")))
+        });
+        let cold_after = cold_after.transpose()?;
         if file.image.is_empty() {
             return Err(wrong(
                 0,
                 "there is no [[image]]: add one, with socket and from",
             ));
         }
-        let cold_after = file.cold_after.map(|time| {
-            let parsed = parse_duration(time.get_ref());
-            parsed.map_err(|error| wrong(time.span().start, &format!("cold-after: {error}")))
-        });
         let folder = path.parent().unwrap_or(Path::new(""));
         let mut images = Vec::<PagedImage>::new();
         for image in file.image {
@@ -89,7 +90,7 @@ impl Settings {
         Ok(Self {
             images,
             metrics: file.metrics,
-            cold_after: cold_after.transpose()?,
+            cold_after,
         })
     }
 }

@@ -12,6 +12,7 @@ mod offload;
 mod pager;
 mod pager_test;
 mod pages;
+mod park;
 mod pin;
 mod signals;
 mod snapshot;

@@ -86,7 +86,7 @@ impl Pager {
     }
 }
 
-fn guest(socket: &Path, options: &str) -> Command {
+pub fn guest(socket: &Path, options: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_lacuna"));
     let line = format!("run {options} --memory 16M --quiet --pages-from");
     command.args(line.split_whitespace());
