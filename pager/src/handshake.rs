@@ -181,7 +181,10 @@ pub enum HandshakeError {
     #[error("its message cannot be read: {0}")]
     System(#[from] Errno),
     /// The state folder takes no file.
-    #[error("the next pager would not know it ({0}): give the state folder more room")]
+    #[error(
+        "the next pager would not know it ({0}): give the state folder more room, and raise \
+         `ulimit -l`"
+    )]
     State(#[from] std::io::Error),
 }
 

@@ -111,6 +111,8 @@ impl StateFolder {
         let holder = format!("{:<16}", std::process::id());
         let _ = pwrite(&held, holder.as_bytes(), 0);
         let (found, damaged) = file::find(path, &folder).map_err(failed)?;
+        // A file is removed before the manager forgets its VM, and made before it keeps the VM.
+        supervisor.forget_all_but(|name| path.join(name).exists());
         Ok(Self {
             path: path.to_owned(),
             folder,

@@ -86,6 +86,18 @@ impl Supervisor {
         self.send(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), &[]);
     }
 
+    /// The manager closes what it has kept for VMs that have no file any more.
+    pub fn forget_all_but(&self, has_file: impl Fn(&str) -> bool) {
+        let all: Vec<_> = lock(&self.kept)
+            .iter()
+            .map(|(name, _)| name.clone())
+            .collect();
+        let ended = all
+            .iter()
+            .filter(|name| *name != LISTENER && !has_file(name));
+        ended.for_each(|name| self.forget(name));
+    }
+
     /// The kept descriptors with this name.
     pub fn take(&self, name: &str) -> Vec<OwnedFd> {
         let mut all = lock(&self.kept);
