@@ -19,10 +19,10 @@ use crate::{MemoryId, PageRequest, PageSource};
 use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_sync::{Mutex, MutexGuard, join, lock_order};
 use lacuna_sys::{PageReads, Waker};
-use rustix::io::Errno;
+use rustix::io::{Errno, ReadWriteFlags, preadv2};
 use std::collections::VecDeque;
 use std::fs::{File, Metadata};
-use std::io;
+use std::io::{self, IoSliceMut};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -230,8 +230,12 @@ impl PageSource for MemoryFile {
         self.shared.file.outage.reason()
     }
 
+    /// A page in the kernel's page cache is provided at once.
     fn fetch(&self, request: PageRequest) {
         let asked = Asked::now(request);
+        if let Some(content) = self.shared.file.cached(asked.request.page().0) {
+            return self.shared.file.provide(&asked, &content);
+        }
         let Some(ring) = &self.ring else {
             return self.shared.readers.read(asked);
         };
@@ -347,6 +351,17 @@ impl Opened {
             state,
             outage: Outage::new(policy),
         })
+    }
+
+    /// The page, if no read of the disk is needed for it. To pass the request to a thread costs more
+    /// than to copy the page.
+    fn cached(&self, page: u64) -> Option<[u8; PAGE_SIZE]> {
+        let mut content = [0; PAGE_SIZE];
+        let offset = page.checked_mul(PAGE_SIZE as u64);
+        let offset = offset.filter(|_| page < self.pages.get())?;
+        let into = &mut [IoSliceMut::new(&mut content)];
+        let read = preadv2(&self.file, into, offset, ReadWriteFlags::NOWAIT);
+        (read == Ok(PAGE_SIZE)).then_some(content)
     }
 
     fn examine(&self, page: u64, holes: &mut Holes) -> Result<FilePlace, String> {

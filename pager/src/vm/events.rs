@@ -11,7 +11,9 @@ use lacuna_sync::lock;
 use lacuna_sys::{Errno, Event, Userfaultfd};
 use std::sync::PoisonError;
 
-/// The most reads of the descriptor under one lock. Each returns up to 64 events.
+/// The most events of one read.
+const EVENTS: usize = 64;
+/// The most reads of the descriptor under one lock.
 const READS: usize = 64;
 
 impl Vm {
@@ -32,10 +34,15 @@ impl Vm {
                 return read.map(|()| has_read);
             }
             has_read = true;
+            // A later event makes the descriptor readable again.
+            let is_last = events.len() < EVENTS;
             // Before the next read: it overwrites the events that a later pager would find. The
             // kernel returns faults before removals that are older.
             let changes = events.drain(..);
             faults.extend(changes.filter_map(|event| self.settle_event(uffd, event)));
+            if is_last {
+                break;
+            }
         }
         Ok(has_read)
     }
