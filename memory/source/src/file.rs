@@ -353,8 +353,8 @@ impl Opened {
         })
     }
 
-    /// The page, if no read of the disk is needed for it. To pass the request to a thread costs more
-    /// than to copy the page.
+    /// The page, if no read of the disk is needed for it. To pass the request to a thread costs
+    /// more than to copy the page.
     fn cached(&self, page: u64) -> Option<[u8; PAGE_SIZE]> {
         let mut content = [0; PAGE_SIZE];
         let offset = page.checked_mul(PAGE_SIZE as u64);
