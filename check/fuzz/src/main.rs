@@ -13,7 +13,7 @@ use std::time::{Duration, Instant, SystemTime};
 #[derive(Parser)]
 #[command(name = "lacuna-fuzz")]
 struct Arguments {
-    /// machine, threads, images, stream, snapshot, command, control, pager, or all
+    /// machine, threads, images, stream, snapshot, command, control, pager, offload, or all
     kind: String,
     /// Run seeds for so long; `all` divides it among the kinds
     #[arg(long, value_name = "N", default_value_t = 60, conflicts_with_all = ["seeds"])]

@@ -3,7 +3,7 @@
 use crate::migrated::{snapshot, stream};
 use crate::pulse::Pulse;
 use crate::tally::Tally;
-use crate::{command, control, images, machine, pager, threads};
+use crate::{command, control, images, machine, offload, pager, threads};
 use lacuna_machine::Exit;
 use std::fmt;
 use std::ops::Range;
@@ -31,11 +31,13 @@ pub enum Kind {
     Control,
     /// Messages of VMMs to a pager, and its files.
     Pager,
+    /// Messages of VMMs to daemons that save and restore VMs.
+    Offload,
 }
 
 impl Kind {
     /// All kinds, in the order in which `all` runs them.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Machine,
         Self::Threads,
         Self::Images,
@@ -44,6 +46,7 @@ impl Kind {
         Self::Command,
         Self::Control,
         Self::Pager,
+        Self::Offload,
     ];
 
     /// Its name on the command line.
@@ -57,6 +60,7 @@ impl Kind {
             Self::Command => "command",
             Self::Control => "control",
             Self::Pager => "pager",
+            Self::Offload => "offload",
         }
     }
 }
@@ -228,5 +232,6 @@ fn body(kind: Kind, run: &mut Run<'_>) {
         Kind::Command => command::run(run),
         Kind::Control => control::run(run),
         Kind::Pager => pager::run(run.seed, run.pulse, run.tally),
+        Kind::Offload => offload::run(run.seed, run.pulse, run.tally),
     }
 }

@@ -224,6 +224,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-migrate",
             "lacuna-soft",
             "lacuna-guest",
+            "lacuna-offload",
             "lacuna-pager",
             "lacuna-cli",
         ],

@@ -74,6 +74,15 @@ fn some_seeds_of_each_kind() {
             assert!(pager.count(group, answer) > 10, "{group} {answer}: {pager}");
         }
     }
+    let offload = run(Kind::Offload, 1..9);
+    for group in ["frames of VMMs", "configurations of VMMs", "ranges of VMMs"] {
+        for answer in ["accepted", "refused"] {
+            assert!(
+                offload.count(group, answer) > 10,
+                "{group} {answer}: {offload}"
+            );
+        }
+    }
     let control = run(Kind::Control, 1..3);
     if control.operations == 0 {
         lacuna_skip::skip("the control socket: the lacuna binary is not built");
