@@ -100,6 +100,8 @@ impl SharedPages {
     /// Takes the source's answer. All requests for the page get it.
     fn keep(&self, page: SourcePage, content: Result<&[u8; PAGE_SIZE], Failure<'_>>) -> Answer {
         let state = match content {
+            // A fault and a fill may both have asked for it: the first content stays.
+            _ if self.state(page) != SharedState::Unknown => self.state(page),
             Ok(content) if is_zeros(content) => SharedState::Zeros,
             // Without a page in the file, each of the VMs gets a copy of its own.
             Ok(content) => match self.file.fill(page.0, content) {
@@ -109,7 +111,10 @@ impl SharedPages {
             Err(_) => SharedState::Unknown,
         };
         let mut asked = lock(&self.asked);
-        self.states[page.0 as usize].store(state as u8, Ordering::Release);
+        // A failure does not undo what another thread has filled meanwhile.
+        if state != SharedState::Unknown {
+            self.states[page.0 as usize].store(state as u8, Ordering::Release);
+        }
         let requests = asked.remove(&page);
         drop(asked);
         let mut answer = Answer::Late;

@@ -1,8 +1,9 @@
 //! Clones that share the pages of their image.
 
+use crate::fill::all;
 use crate::vmm::{Bed, Manual, Words, content, word};
 use lacuna_addr::{PAGE_SIZE, PageCount};
-use lacuna_pager::WhenLost;
+use lacuna_pager::{Config, Image, WhenLost};
 use lacuna_pager_client::{Accesses, Client, ClientError, PagedMemory};
 use lacuna_skip::test;
 use lacuna_source::{Answer, PageRequest, PageSource};
@@ -22,7 +23,7 @@ pub fn clone_of(bed: &Bed) -> PagedMemory {
     )
 }
 
-fn or_skip<T>(made: Result<T, ClientError>) -> T {
+pub fn or_skip<T>(made: Result<T, ClientError>) -> T {
     made.unwrap_or_else(|error| match error {
         ClientError::NotAllowed | ClientError::OldKernel | ClientError::System(Errno::NOSYS) => {
             lacuna_skip::skip_test(error)
@@ -244,6 +245,41 @@ fn a_lost_page_is_lost_for_all() {
         assert_eq!(source.next().provide(&content(0)), Answer::Taken);
         assert_eq!(reader.join().unwrap(), word(0));
     });
+}
+
+/// A fill brings a page while the faults' source looks for it. That source's failure takes the page
+/// from no clone.
+#[test]
+fn a_failure_behind_a_fill_loses_no_page() {
+    let [faults, fills] = [(); 2].map(|()| Arc::new(Manual::default()));
+    let image = Image {
+        fill: Some(all(fills.clone())),
+        ..Image::new(faults.clone(), PageCount::new(1))
+    };
+    let bed = Bed::of(image, Config::default());
+    let a = clone_of(&bed);
+    let fill = fills.next();
+    thread::scope(|scope| {
+        let reader = scope.spawn(|| whole(&a, 0));
+        let fault = faults.next();
+        assert_eq!(fill.provide(&content(0)), Answer::Taken);
+        assert_eq!(reader.join().unwrap(), word(0));
+        assert_eq!(fault.fail("it burnt"), Answer::Late);
+    });
+    let b = clone_of(&bed);
+    let mut asked = 0;
+    thread::scope(|scope| {
+        let reader = scope.spawn(|| whole(&b, 0));
+        bed.wait("the page", |_| {
+            if !faults.is_empty() {
+                asked += 1;
+                let _ = faults.next().provide(&content(0));
+            }
+            reader.is_finished()
+        });
+        assert_eq!(reader.join().unwrap(), word(0));
+    });
+    assert_eq!(asked, 0);
 }
 
 /// Memory that is not shared: the handshake of Firecracker.
