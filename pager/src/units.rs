@@ -118,6 +118,12 @@ impl Units {
             .any(|from| self.change(unit, from, UnitState::Arrived))
     }
 
+    /// The source has no content. Returns whether the unit is lost: a fill may have brought it, or
+    /// the VM has taken it away.
+    pub fn fail(&self, unit: u64) -> bool {
+        self.change(unit, UnitState::Asked, UnitState::Lost)
+    }
+
     /// The content was placed, or taken away. Returns the state before.
     pub fn settle(&self, unit: u64) -> UnitState {
         self.set(unit, UnitState::Settled)
@@ -176,6 +182,7 @@ mod tests {
         assert!(!units.arrive(1));
         assert_eq!(units.settle(1), UnitState::Lost);
         assert!(units.arrive(2), "of a fill");
+        assert!(!units.fail(2), "the source has failed behind the fill");
         assert_eq!(units.get(2), UnitState::Arrived);
         assert_eq!(units.get(3), UnitState::Lost);
         assert!(!units.ask(3));

@@ -288,9 +288,13 @@ impl Vm {
 
     /// The content of `unit` will not come. No effect if it is settled or lost.
     fn lose(&self, uffd: Option<&Userfaultfd>, unit: &Unit, reason: &str) {
-        if self.units.lose(unit.number).is_none() {
-            return;
+        if self.units.lose(unit.number).is_some() {
+            self.report_loss(uffd, unit, reason);
         }
+    }
+
+    /// `unit` is lost from now on.
+    fn report_loss(&self, uffd: Option<&Userfaultfd>, unit: &Unit, reason: &str) {
         lock(&self.gathering).remove(&unit.number);
         self.counts.add(Count::Lost);
         let text = format!("has lost {}: {reason}", unit.first);

@@ -48,8 +48,10 @@ impl PageRequester for Vm {
         let pages = match content {
             // The end of a request calls this with a failure, also after an answer.
             Err(_) if self.has_gathered(&unit, page) => return Answer::Late,
+            // A fill may have brought it since the check above.
+            Err(_) if !self.units.fail(unit.number) => return Answer::Late,
             Err(failure) => {
-                self.lose(uffd, &unit, failure.reason);
+                self.report_loss(uffd, &unit, failure.reason);
                 return Answer::Taken;
             }
             Ok(content) if unit.memory.pages() == 1 => std::slice::from_ref(content),
