@@ -5,22 +5,26 @@ use crate::units::UnitState;
 use crate::window::REQUESTS_MAX;
 use lacuna_addr::PAGE_SIZE;
 use lacuna_source::{Answer, Failure, PageRequest, PageRequester, SourcePage};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
-/// Passes the answers to a request to its VM. The drop is the request's end.
-struct InFlight(Arc<Vm>);
+/// Passes the answers to a request to its VM. The drop is the request's end. A source that is away
+/// keeps a request for ever: it must not keep an ended VM too.
+struct InFlight(Weak<Vm>);
 
 impl PageRequester for InFlight {
     fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], Failure<'_>>) -> Answer {
-        self.0.answer(key, content)
+        let vm = self.0.upgrade();
+        vm.map_or(Answer::Late, |vm| vm.answer(key, content))
     }
 }
 
 impl Drop for InFlight {
     /// Only wakes the event thread: the caller, a thread of the source, may hold a lock.
     fn drop(&mut self) {
-        if self.0.window.end_one() {
-            self.0.ring();
+        if let Some(vm) = self.0.upgrade()
+            && vm.window.end_one()
+        {
+            vm.ring();
         }
     }
 }
@@ -34,7 +38,7 @@ impl Vm {
             let Some((unit, page)) = self.window.next(is_asked) else {
                 return;
             };
-            let requester = Arc::new(InFlight(Arc::clone(self)));
+            let requester = Arc::new(InFlight(Arc::downgrade(self)));
             let page_of_source = SourcePage(unit.first.0 + page);
             let request = PageRequest::new(requester, Self::key(&unit, page), page_of_source);
             request.send(&self.source);
