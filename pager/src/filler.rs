@@ -49,12 +49,13 @@ struct Wanted {
 }
 
 impl Filler {
-    /// Starts to fill `vm`, if `image` says so.
+    /// Starts to fill `vm`, if `image` says so. A recorded VM is not filled: the record would lack
+    /// the filled pages.
     ///
     /// # Errors
     /// No thread is left.
     pub fn start(vm: &Arc<Vm>, image: &Arc<Served>) -> io::Result<Option<Self>> {
-        if image.image.fill.is_none() {
+        if image.image.fill.is_none() || vm.is_recorded() {
             return Ok(None);
         }
         let (to, answers) = channel();

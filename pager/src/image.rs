@@ -20,7 +20,7 @@ pub struct Image {
     pub users: Vec<u32>,
     /// Provides pages before a VM needs them; `None` leaves each page to its first fault.
     pub fill: Option<Fill>,
-    /// Records the working set of the first VM that is served.
+    /// Records the working set of the first VM that is served. That VM is not filled.
     pub record: Option<Arc<Record>>,
     /// The most VMs at a time; `None`: no limit.
     pub vms_max: Option<u64>,

@@ -195,6 +195,29 @@ fn the_end_of_a_vm_ends_its_fill() {
     assert_eq!(request.provide(&content(0)), Answer::Late);
 }
 
+/// The record of a filled VM would lack pages, so the recorded VM is not filled. The next one is.
+#[test]
+fn a_recorded_vm_is_not_filled() {
+    let [first, second] = [(); 2].map(|()| removals());
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("record");
+    let source = Arc::new(Manual::default());
+    let image = Image {
+        record: Some(Arc::new(Record::new(path.clone(), PageCount::new(8)))),
+        fill: Some(all(source.clone())),
+        ..image(Arc::new(Words), 8)
+    };
+    let bed = Bed::of(image, Config::default());
+    let vmm = Vmm::connect(&bed, first, 0, 8);
+    vmm.memory.read(5);
+    drop(vmm);
+    bed.wait("the end", |pager| pager.connections() == 0);
+    assert!(source.is_empty());
+    assert_eq!(touches(&path, 8).pages(), [SourcePage(5)]);
+    let _vmm = Vmm::connect(&bed, second, 0, 8);
+    bed.wait("the fill", |_| source.len() == 8);
+}
+
 /// At 4096 bytes an hour, the second page is not asked for.
 #[test]
 fn the_fill_keeps_its_rate() {
