@@ -219,6 +219,13 @@ impl PagerShared {
             let image = &served.image;
             let refused = |error: HandshakeError| error.to_string();
             process.check(&image.users).map_err(refused)?;
+            if record.memory != image.source.memory_id().to_string() {
+                let source = image.source.describe();
+                return Err(format!(
+                    "its pages are not those of {source}: start the pager with the source that \
+                     the VM had, and serve this one at another socket"
+                ));
+            }
             let regions = Regions::new(&record.regions, image.pages).map_err(refused)?;
             if state.units().len() as u64 != regions.units() {
                 return Err("its file is damaged: end the VM, and remove the file".into());
@@ -226,7 +233,8 @@ impl PagerShared {
             let uffd = Arc::new(uffd);
             let memory = (regions, Arc::clone(&uffd));
             let report = Arc::clone(&self.config.report);
-            // Its shared file is gone with the pager that filled it: new pages are copies.
+            // The VMM's mapping keeps the dead pager's file: shared units are mapped again from it.
+            // This pager cannot fill that file, so other pages are copies.
             let vm = Vm::new(memory, Units::new(state), process, (image, None), report);
             let vm = Arc::new(vm.map_err(|errno| errno.to_string())?);
             vm.take_over();
@@ -269,6 +277,7 @@ impl PagerShared {
                     user: process.user(),
                     pid: process.pid(),
                     started: process.pid().and_then(start_time),
+                    memory: image.source.memory_id().to_string(),
                     userfaultfd: userfaultfd_inode(&uffd)?,
                     regions: message.announced,
                 };

@@ -254,6 +254,7 @@ mod tests {
             user: geteuid().as_raw(),
             pid: Some(pid),
             started: start_time(pid),
+            memory: "a memory".into(),
             userfaultfd: userfaultfd_inode(uffd).unwrap(),
             regions: vec![region],
         }

@@ -44,6 +44,8 @@ pub struct VmRecord {
     pub pid: Option<i32>,
     /// When the process was started, in clock ticks since boot.
     pub started: Option<u64>,
+    /// The identity of the image's memory: another memory's pages would be wrong ones.
+    pub memory: String,
     /// The inode number of the userfaultfd. It is the same in each process.
     pub userfaultfd: u64,
     /// The regions, as the VMM has announced them.

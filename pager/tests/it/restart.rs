@@ -1,13 +1,17 @@
 //! Pagers that are killed, and the next one with the same folder.
 
 use crate::random::use_pages;
-use crate::vmm::{Memory, Vmm, Words, content, removals, with_features, word};
+use crate::shared::{or_skip, whole};
+use crate::shared_hostile::{announce, descriptor, file_at};
+use crate::vmm::{Manual, Memory, Vmm, Words, content, removals, with_features, word};
 use fastrand::Rng;
 use lacuna_addr::{Hva, Level, PAGE_SIZE, PageCount};
 use lacuna_pager::{Config, Image, Pager, StateFolder, Supervisor};
+use lacuna_pager_client::Accesses::User;
+use lacuna_pager_client::Client;
 use lacuna_skip::test;
 use lacuna_source::{Faults, Injected};
-use lacuna_sys::Userfaultfd;
+use lacuna_sys::{MissingArea, Userfaultfd, VmmMemory};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::mm::{MapFlags, MremapFlags, mremap_fixed};
 use rustix::process::{PTracer, Pid, Signal, WaitOptions, kill_process, set_ptracer, waitpid};
@@ -253,6 +257,77 @@ fn a_placed_page_that_is_not_settled_can_be_taken_away() {
     while killed.files() > 0 {
         thread::yield_now();
     }
+}
+
+/// The mapped file outlives its pager. The next pager maps its pages again, copies the others, and
+/// shares a new file with new clones.
+#[test]
+fn a_clone_of_shared_pages_is_taken_back() {
+    let mut killed = Killed::new();
+    // It waits until the pager accepts VMs.
+    drop(connect(&killed.socket(), removals()));
+    let path = killed.socket();
+    let clone = || or_skip(Client::connect(&path).unwrap().memory(User, |_| {}));
+    let other = clone();
+    let (socket, file) = file_at(&path);
+    let area = MissingArea::of_file(file.as_fd(), 8, descriptor(VmmMemory::File)).unwrap();
+    announce(&socket, area.userfaultfd(), area.range(), Level::L4K);
+    for page in 0..4 {
+        assert_eq!(area.first_byte(page), content(page)[0]);
+        // The next page is in the file, and this clone has not mapped it.
+        assert_eq!(whole(&other, page + 1), word(page + 1));
+    }
+    area.discard(1, 1).unwrap();
+    area.touch(2);
+    killed.kill();
+    // The kernel reclaims pages without an event too.
+    area.userfaultfd().unregister(area.range()).unwrap();
+    area.discard(3, 1).unwrap();
+    // SAFETY: 1. as `MissingArea` has registered it.
+    unsafe { area.userfaultfd().register(area.range()) }.unwrap();
+    killed.start("");
+    let of = |page| content(page)[0];
+    let found = [0, 1, 2, 3, 4, 5].map(|page| area.first_byte(page));
+    assert_eq!(found, [of(0), 0, 1, of(3), of(4), of(5)]);
+    area.discard(3, 3).unwrap();
+    let found = [3, 4, 5, 6].map(|page| area.first_byte(page));
+    assert_eq!(found, [0, 0, 0, of(6)]);
+    let later = clone();
+    for page in 0..8 {
+        assert_eq!(
+            (whole(&other, page), whole(&later, page)),
+            (word(page), word(page))
+        );
+    }
+}
+
+/// A pager with another image at the same socket leaves the VM alone: its pages would be wrong. The
+/// pager with the VM's own image takes it back.
+#[test]
+fn a_vm_gets_the_pages_of_its_own_image() {
+    let mut killed = Killed::new();
+    let vmm = connect(&killed.socket(), removals());
+    killed.kill();
+    {
+        let supervisor = Supervisor::from_environment().unwrap();
+        let state = StateFolder::open(killed.folder.path(), supervisor).unwrap();
+        std::fs::remove_file(killed.socket()).unwrap();
+        let (says, said) = channel();
+        let config = Config {
+            state: Some(Arc::new(state)),
+            report: Arc::new(move |text| says.send(text.to_owned()).unwrap()),
+            ..Config::default()
+        };
+        let pager = Pager::new(config).unwrap();
+        let listener = UnixListener::bind(killed.socket()).unwrap();
+        let image = Image::new(Arc::new(Manual::default()), PageCount::new(PAGES * THREADS));
+        pager.serve(listener, image).unwrap();
+        let said = said.try_recv().unwrap();
+        assert!(said.contains("are not those of a test"), "{said}");
+        assert_eq!(pager.connections(), 0);
+    }
+    killed.start("");
+    assert_eq!(vmm.memory.read_whole(6), word(6));
 }
 
 /// Pagers are killed at random moments, some while they start. Each byte of several VMs is compared

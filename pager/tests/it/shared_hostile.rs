@@ -18,6 +18,7 @@ use std::io::{IoSliceMut, Read as _};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 
@@ -26,7 +27,12 @@ const REQUEST: &str = r#"{"version":1,"memory":"shared"}"#;
 /// Asks for the file, as any program can.
 fn file_of(bed: &Bed) -> (UnixStream, OwnedFd) {
     drop(clone_of(bed));
-    let socket = UnixStream::connect(&bed.path).unwrap();
+    file_at(&bed.path)
+}
+
+/// As [`file_of`], of the pager that listens at `path`.
+pub fn file_at(path: &Path) -> (UnixStream, OwnedFd) {
+    let socket = UnixStream::connect(path).unwrap();
     send_text(&socket, REQUEST.as_bytes(), None).unwrap();
     let mut text = [0; 64];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -41,11 +47,11 @@ fn file_of(bed: &Bed) -> (UnixStream, OwnedFd) {
     (socket, file.unwrap())
 }
 
-fn descriptor(memory: VmmMemory) -> Userfaultfd {
+pub fn descriptor(memory: VmmMemory) -> Userfaultfd {
     or_skip(Userfaultfd::open_for_pager(Accesses::User, memory))
 }
 
-fn announce(socket: &UnixStream, uffd: &Userfaultfd, memory: HvaRange, page: Level) {
+pub fn announce(socket: &UnixStream, uffd: &Userfaultfd, memory: HvaRange, page: Level) {
     let first = SourcePage(0);
     let region = HandlerRegion {
         memory,
