@@ -75,7 +75,8 @@ impl Client {
     /// All of the image's memory. Clones share each page until they write to it.
     ///
     /// If the pager closes the connection or dies, `on_end` is called once, on its own thread. No
-    /// page arrives then, and threads that touch a missing page wait. Removals wait too.
+    /// page arrives then, and threads that touch a missing page wait. Removals wait too. A pager
+    /// with a state folder may have a successor, which serves this memory without the connection.
     ///
     /// # Errors
     /// The pager has no shared pages, or this process may not have such memory.
