@@ -16,6 +16,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::mm::{MapFlags, MremapFlags, mremap_fixed};
 use rustix::process::{PTracer, Pid, Signal, WaitOptions, kill_process, set_ptracer, waitpid};
 use rustix::thread::gettid;
+use std::any::Any;
 use std::os::fd::AsFd as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -157,20 +158,34 @@ impl Drop for Killed {
     }
 }
 
-/// Connects as soon as a pager accepts VMs, and waits until it serves this one.
-fn connect(socket: &Path, uffd: Userfaultfd) -> Vmm {
-    let memory = Memory::anonymous(PAGES * THREADS, PAGE_SIZE as u64);
+/// Connects as soon as a pager accepts VMs.
+fn reach(socket: &Path) -> UnixStream {
     let until = Instant::now() + Duration::from_secs(20);
-    let connection = loop {
+    loop {
         match UnixStream::connect(socket) {
-            Ok(connection) => break connection,
+            Ok(connection) => return connection,
             Err(error) => assert!(Instant::now() < until, "{error}"),
         }
         thread::sleep(Duration::from_micros(200));
-    };
-    let vmm = Vmm::on(connection, uffd, (memory, 0), Level::L4K);
+    }
+}
+
+/// Connects, and waits until a pager serves this VM.
+fn connect(socket: &Path, uffd: Userfaultfd) -> Vmm {
+    let memory = Memory::anonymous(PAGES * THREADS, PAGE_SIZE as u64);
+    let vmm = Vmm::on(reach(socket), uffd, (memory, 0), Level::L4K);
     assert_eq!(memory.read(0), word(0));
     vmm
+}
+
+/// As [`connect`], with the first `pages` pages of shared memory.
+fn share(socket: &Path, pages: u64) -> (UnixStream, MissingArea) {
+    drop(reach(socket));
+    let (connection, file) = file_at(socket);
+    let area = MissingArea::of_file(file.as_fd(), pages, descriptor(VmmMemory::File)).unwrap();
+    announce(&connection, area.userfaultfd(), area.range(), Level::L4K);
+    assert_eq!(area.first_byte(0), content(0)[0]);
+    (connection, area)
 }
 
 /// Waits until the thread `tid` of this process sleeps.
@@ -264,14 +279,10 @@ fn a_placed_page_that_is_not_settled_can_be_taken_away() {
 #[test]
 fn a_clone_of_shared_pages_is_taken_back() {
     let mut killed = Killed::new();
-    // It waits until the pager accepts VMs.
-    drop(connect(&killed.socket(), removals()));
     let path = killed.socket();
     let clone = || or_skip(Client::connect(&path).unwrap().memory(User, |_| {}));
+    let (_connection, area) = share(&path, 8);
     let other = clone();
-    let (socket, file) = file_at(&path);
-    let area = MissingArea::of_file(file.as_fd(), 8, descriptor(VmmMemory::File)).unwrap();
-    announce(&socket, area.userfaultfd(), area.range(), Level::L4K);
     for page in 0..4 {
         assert_eq!(area.first_byte(page), content(page)[0]);
         // The next page is in the file, and this clone has not mapped it.
@@ -330,8 +341,8 @@ fn a_vm_gets_the_pages_of_its_own_image() {
     assert_eq!(vmm.memory.read_whole(6), word(6));
 }
 
-/// Pagers are killed at random moments, some while they start. Each byte of several VMs is compared
-/// with a model. The longest wait of a VM is printed.
+/// Pagers are killed at random moments, some while they start. Each byte of several VMs, one with
+/// shared pages, is compared with a model. The longest wait of a VM is printed.
 #[test]
 fn every_byte_is_right_with_killed_pagers() {
     let kills = std::env::var(KILLS).map_or(8, |kills| kills.parse().unwrap());
@@ -343,10 +354,16 @@ fn every_byte_is_right_with_killed_pagers() {
         let (mut longest, mut vms) = (Duration::ZERO, 0);
         while !over.load(Ordering::Relaxed) {
             let connecting = calm.read().unwrap();
-            let vmm = connect(&socket, removals());
+            let (memory, vmm): (_, Box<dyn Any>) = if seed == 0 {
+                let vmm = share(&socket, PAGES * THREADS);
+                let (start, pages) = (vmm.1.range().start().get(), vmm.1.range().pages());
+                (Memory { start, pages }, Box::new(vmm))
+            } else {
+                let vmm = connect(&socket, removals());
+                (vmm.memory, Box::new(vmm))
+            };
             drop(connecting);
             vms += 1;
-            let memory = vmm.memory;
             thread::scope(|scope| {
                 let threads = [0, 1].map(|thread| {
                     let seed = seed << 32 | vms << 1 | thread;
@@ -355,6 +372,7 @@ fn every_byte_is_right_with_killed_pagers() {
                 let waits = threads.map(|thread| thread.join().unwrap());
                 longest = waits.into_iter().fold(longest, Duration::max);
             });
+            drop(vmm);
         }
         (longest, vms)
     };
