@@ -51,7 +51,7 @@ pub use error::OffloadError;
 pub use frame::FrameError;
 pub use restore::{Restored, Sources, When, restore};
 pub use save::{Saved, save};
-pub use settings::{Report, Settings};
+pub use settings::{Progress, Report, Settings};
 pub use slots::{Slot, Slots};
 pub use snapshot::{Manifest, Snapshot};
 

@@ -76,6 +76,8 @@ pub fn restore(
         true => Some(GuestMemory::new(snapshot.slots())?),
         false => None,
     };
+    let all = &settings.progress.all;
+    all.store(snapshot.slots().bytes(), Ordering::Relaxed);
     let pages = Pages {
         slots: snapshot.slots(),
         memory: memory.as_ref(),
@@ -123,6 +125,8 @@ impl Sender<'_> {
     fn fill_before(&self, memory: &GuestMemory) -> Result<(), OffloadError> {
         fetch(self.sources.fill, 0..memory.pages(), |page, arrived| {
             let content = self.content(page, arrived)?;
+            let done = &self.settings.progress.done;
+            done.fetch_add(PAGE_SIZE as u64, Ordering::Relaxed);
             // The guest reads zeros from a hole, and a page of zeros costs the host memory.
             match *content == [0; PAGE_SIZE] {
                 true => Ok(()),
@@ -172,6 +176,9 @@ impl Sender<'_> {
             }
             let mut is_said = false;
             while !serving.is_finished() {
+                let in_place = pages.memory.map_or(0, GuestMemory::in_place);
+                let done = &self.settings.progress.done;
+                done.store(in_place * PAGE_SIZE as u64, Ordering::Relaxed);
                 let stop =
                     self.settings.stop.load(Ordering::Relaxed) && !never.load(Ordering::Relaxed);
                 if stop && !std::mem::replace(&mut is_said, true) {

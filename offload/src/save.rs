@@ -60,8 +60,15 @@ pub fn save(
             }
         };
         // A connection that ends before its first message is a look at whether the daemon listens.
-        let Some(first) = connection.frame()? else {
-            continue;
+        // No VM depends on one without a whole first message.
+        let first = match connection.frame() {
+            Ok(Some(first)) => first,
+            Ok(None) => continue,
+            Err(OffloadError::Interrupted) => return Err(OffloadError::Interrupted),
+            Err(refused) => {
+                settings.say(&format!("refused a connection: {refused}"));
+                continue;
+            }
         };
         let receiver = Receiver {
             connection: &connection,
@@ -144,6 +151,8 @@ impl Receiver<'_> {
             Ok(())
         })?;
         let slots = Slots::of_config(&json)?;
+        let all = &self.settings.progress.all;
+        all.store(slots.bytes(), Ordering::Relaxed);
         if !self.descriptors.is_empty() {
             self.check_descriptors(&slots)?;
         }
@@ -189,6 +198,8 @@ impl Receiver<'_> {
             self.payload(range.length, |chunk| {
                 write_pages(memory, at, chunk, is_hole)?;
                 at += chunk.len() as u64;
+                let done = &self.settings.progress.done;
+                done.fetch_add(chunk.len() as u64, Ordering::Relaxed);
                 Ok(())
             })?;
             self.received.insert(start, start + range.length);
@@ -253,7 +264,11 @@ impl Receiver<'_> {
     fn copy_memory(&self, slots: &Slots, memory: &File) -> Result<(), OffloadError> {
         for slot in slots.all() {
             let from = slot.fd_offset..slot.fd_offset + slot.length;
-            let keep_on = || !self.settings.stop.load(Ordering::Relaxed);
+            let keep_on = |bytes| {
+                let done = &self.settings.progress.done;
+                done.store(slot.offset + bytes, Ordering::Relaxed);
+                !self.settings.stop.load(Ordering::Relaxed)
+            };
             let copied = copy(
                 &self.descriptors[&slot.slot],
                 from,
@@ -269,6 +284,8 @@ impl Receiver<'_> {
                 _ => OffloadError::file(&self.draft.path(MEMORY))(error),
             })?;
         }
+        let done = &self.settings.progress.done;
+        done.store(slots.bytes(), Ordering::Relaxed);
         Ok(())
     }
 }

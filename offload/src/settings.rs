@@ -2,11 +2,20 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::Duration;
 
 /// Takes a message for the user, on any thread.
 pub type Report = Arc<dyn Fn(&str) + Send + Sync>;
+
+/// How far a daemon is, in bytes of the VM's memory.
+#[derive(Default, Debug)]
+pub struct Progress {
+    /// Bytes that are done. Memory that a VMM sends twice counts twice.
+    pub done: AtomicU64,
+    /// All bytes; 0 before a VMM has described them.
+    pub all: AtomicU64,
+}
 
 /// The settings of a daemon.
 #[derive(Clone)]
@@ -18,6 +27,8 @@ pub struct Settings {
     pub stop: Arc<AtomicBool>,
     /// Takes messages: refused connections, lost pages.
     pub report: Report,
+    /// Takes the progress.
+    pub progress: Arc<Progress>,
 }
 
 impl Settings {
@@ -34,6 +45,7 @@ impl Default for Settings {
             patience: Duration::from_secs(60),
             stop: Arc::default(),
             report: Arc::new(|_| {}),
+            progress: Arc::default(),
         }
     }
 }

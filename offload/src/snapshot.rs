@@ -15,7 +15,8 @@ use lacuna_addr::PageCount;
 use lacuna_source::{FileError, MemoryFile, Policy};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use serde::{Deserialize, Serialize};
-use std::fs::{self, File};
+use std::fs::{self, File, Permissions};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
@@ -143,11 +144,13 @@ impl Draft {
         let mut prefix = std::ffi::OsString::from(".");
         prefix.push(name);
         prefix.push(".partial-");
-        // Its mode is 0700: a guest's memory is for its user alone.
-        let temporary = match around.as_os_str().is_empty() {
-            true => tempfile::Builder::new().prefix(&prefix).tempdir_in("."),
-            false => tempfile::Builder::new().prefix(&prefix).tempdir_in(around),
-        };
+        // A guest's memory is for its user alone.
+        let mut folder = tempfile::Builder::new();
+        folder.permissions(Permissions::from_mode(0o700));
+        let temporary = folder.prefix(&prefix).tempdir_in(match around.as_os_str() {
+            around if around.is_empty() => ".".as_ref(),
+            around => around,
+        });
         Ok(Self {
             temporary: temporary.map_err(OffloadError::file(to))?,
             to: to.to_owned(),

@@ -40,7 +40,7 @@ pub fn write_pages(file: &File, mut offset: u64, bytes: &[u8], is_hole: bool) ->
 }
 
 /// Copies the bytes `from` of `source` to `offset` of `file`, which has a hole there. `keep_on` is
-/// asked between two chunks.
+/// asked between two chunks, with the bytes that are behind it.
 ///
 /// # Errors
 /// As `pread(2)` and `pwrite(2)`; `UnexpectedEof` if `source` is shorter; `Interrupted` if
@@ -50,7 +50,7 @@ pub fn copy(
     from: Range<u64>,
     file: &File,
     offset: u64,
-    keep_on: impl Fn() -> bool,
+    keep_on: impl Fn(u64) -> bool,
 ) -> io::Result<()> {
     let mut chunk = vec![0; CHUNK];
     let mut at = from.start;
@@ -60,7 +60,7 @@ pub fn copy(
         at = found.start.max(at);
         let end = found.end.min(from.end);
         while at < end {
-            if !keep_on() {
+            if !keep_on(at - from.start) {
                 return Err(io::ErrorKind::Interrupted.into());
             }
             let length = CHUNK.min((end - at) as usize);
@@ -112,16 +112,16 @@ mod tests {
         // Data of zeros is none.
         source.write_all_at(&[0; CHUNK], 1000 * PAGE).unwrap();
         file.set_len(3000 * PAGE).unwrap();
-        let copied = copy(&source, PAGE..2048 * PAGE, &file, 10 * PAGE, || true);
+        let copied = copy(&source, PAGE..2048 * PAGE, &file, 10 * PAGE, |_| true);
         copied.unwrap();
         let (mut wanted, mut got) = (vec![0; 2047 * PAGE_SIZE], vec![0; 2047 * PAGE_SIZE]);
         source.read_exact_at(&mut wanted, PAGE).unwrap();
         file.read_exact_at(&mut got, 10 * PAGE).unwrap();
         assert!(wanted == got);
         assert!(file.metadata().unwrap().blocks() * 512 < 1 << 20);
-        let end = copy(&source, 0..2049 * PAGE, &file, 0, || true).unwrap_err();
+        let end = copy(&source, 0..2049 * PAGE, &file, 0, |_| true).unwrap_err();
         assert_eq!(end.kind(), io::ErrorKind::UnexpectedEof);
-        let end = copy(&source, 0..PAGE, &file, 0, || false).unwrap_err();
+        let end = copy(&source, 0..PAGE, &file, 0, |_| false).unwrap_err();
         assert_eq!(end.kind(), io::ErrorKind::Interrupted);
     }
 

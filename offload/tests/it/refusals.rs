@@ -212,7 +212,8 @@ fn interrupted_and_existing() {
     assert!(error.to_string().contains("something already"), "{error}");
 }
 
-/// Neither a look at the socket nor another user's process ends the wait for a VM.
+/// Neither a look at the socket, nor a part of a message, nor another user's process ends the wait
+/// for a VM.
 #[test]
 fn strangers() {
     let folder = TempDir::new().unwrap();
@@ -220,12 +221,14 @@ fn strangers() {
     let at = SocketAddr::from_abstract_name(name).unwrap();
     let listener = UnixListener::bind_addr(&at).unwrap();
     drop(UnixStream::connect_addr(&at).unwrap());
+    Peer(UnixStream::connect_addr(&at).unwrap()).raw(&[1, 0, 0]);
     let said = Arc::new(Mutex::new(Vec::new()));
     let kept = Arc::clone(&said);
     let settings = Settings {
         report: Arc::new(move |text: &str| kept.lock().unwrap().push(text.to_owned())),
         ..Settings::default()
     };
+    let progress = Arc::clone(&settings.progress);
     let to = folder.path().join("saved");
     let daemon = std::thread::spawn(move || save(&listener, &to, &settings));
     let place = at.clone();
@@ -241,13 +244,16 @@ fn strangers() {
     let mut peer = Peer(UnixStream::connect_addr(&at).unwrap());
     Guest::new().send_by_descriptors(&mut peer);
     peer.ok(Command::Complete, &[]);
-    daemon.join().unwrap().unwrap();
+    let saved = daemon.join().unwrap().unwrap();
+    let bytes = [&progress.done, &progress.all].map(|bytes| bytes.load(Ordering::Relaxed));
+    assert_eq!(bytes, [saved.bytes; 2]);
     let Some(response) = stranger else {
         return lacuna_skip::skip("only root can become another user");
     };
     assert_eq!(response, None);
     let said = said.lock().unwrap().concat();
     assert!(said.contains("runs as user 65534"), "{said}");
+    assert!(said.contains("in the middle of a message"), "{said}");
 }
 
 /// What a VMM does instead of receiving a VM.

@@ -39,6 +39,9 @@ fn by_memory_files_before_the_vm_resumes() {
     );
     let memory = folder.path().join("saved/memory").metadata().unwrap();
     assert!(memory.blocks() * 512 == saved.disk && saved.disk <= 48 * PAGE);
+    // The guest's memory is for no other user.
+    let mode = folder.path().join("saved").metadata().unwrap().mode();
+    assert_eq!(mode & 0o777, 0o700);
     let (daemon, received) = restored(folder.path(), When::Before, Settings::default());
     assert_eq!(received.end, Command::Complete);
     assert!(received.config == guest.config() && received.state == guest.state);

@@ -4,14 +4,21 @@ use crate::args::{OffloadArgs, OffloadCommand, OffloadOn, OffloadRestoreArgs, Of
 use crate::client;
 use crate::exit::{Exit, transport_refusal};
 use crate::output::{check_target, complain};
+use crate::progress;
 use crate::run::{Refusal, catch_signals, exit_of};
 use crate::signals::Signals;
 use crate::size::Size;
+use indicatif::ProgressBar;
 use lacuna::migrate::transport::PrivateSocket;
 use lacuna_offload::{OffloadError, Settings, Snapshot, Sources, When, restore, save};
 use serde_json::json;
 use std::sync::Arc;
-use std::time::Instant;
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How often the live line is renewed. The end of the work waits for it.
+const LOOK: Duration = Duration::from_millis(20);
 
 /// Does what `args` say; prints the result and returns the exit code.
 pub fn offload(args: &OffloadArgs) -> Exit {
@@ -22,9 +29,12 @@ pub fn offload(args: &OffloadArgs) -> Exit {
 }
 
 fn save_vm(args: &OffloadSaveArgs) -> Result<Exit, Refusal> {
-    let (settings, signals) = settings(&args.on)?;
+    let (settings, signals, live) = settings(&args.on)?;
     let socket = PrivateSocket::bind(&args.socket).map_err(transport_refusal)?;
-    let saved = save(socket.listener(), &args.to, &settings);
+    let waits = format!("waiting   for a VM at {}", args.socket.display());
+    let saved = shown(&live, &settings, ("saving", &waits), || {
+        save(socket.listener(), &args.to, &settings)
+    });
     let saved = saved.map_err(|error| refusal(&error, &signals))?;
     let text = format!(
         "saved     {} of memory in {} slots to {}, {} on the disk; the VM was {}\n",
@@ -49,7 +59,7 @@ fn save_vm(args: &OffloadSaveArgs) -> Result<Exit, Refusal> {
 }
 
 fn restore_vm(args: &OffloadRestoreArgs) -> Result<Exit, Refusal> {
-    let (settings, signals) = settings(&args.on)?;
+    let (settings, signals, live) = settings(&args.on)?;
     let snapshot = Snapshot::open(&args.from).map_err(|error| refusal(&error, &signals))?;
     let pages = || {
         let pages = snapshot.pages();
@@ -64,7 +74,9 @@ fn restore_vm(args: &OffloadRestoreArgs) -> Result<Exit, Refusal> {
         false => When::Before,
     };
     let began = Instant::now();
-    let restored = restore(&snapshot, &args.to, sources, when, &settings);
+    let restored = shown(&live, &settings, ("restoring", ""), || {
+        restore(&snapshot, &args.to, sources, when, &settings)
+    });
     let restored = restored.map_err(|error| refusal(&error, &signals))?;
     let seconds = began.elapsed().as_secs_f64();
     let text = format!(
@@ -90,10 +102,38 @@ fn restore_vm(args: &OffloadRestoreArgs) -> Result<Exit, Refusal> {
     client::report(&args.on.output, &text, "done", result)
 }
 
+/// Calls `work` on another thread, and shows its progress meanwhile. `waits` stands for a progress
+/// that has not begun.
+fn shown<T: Send>(
+    live: &ProgressBar,
+    settings: &Settings,
+    (what, waits): (&str, &str),
+    work: impl FnOnce() -> T + Send,
+) -> T {
+    thread::scope(|scope| {
+        let working = scope.spawn(work);
+        while !working.is_finished() {
+            let progress = &settings.progress;
+            let [done, all] = [&progress.done, &progress.all].map(|n| n.load(Ordering::Relaxed));
+            live.set_message(match all {
+                0 => waits.to_owned(),
+                _ => format!("{what:<9} {} of {}", Size(done), Size(all)),
+            });
+            live.tick();
+            thread::sleep(LOOK);
+        }
+        live.finish_and_clear();
+        let done = working.join();
+        done.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
 /// A signal is the wish to end.
-fn settings(on: &OffloadOn) -> Result<(Settings, Signals), Refusal> {
+fn settings(on: &OffloadOn) -> Result<(Settings, Signals, ProgressBar), Refusal> {
+    let live = progress::line(on.output.quiet);
+    let line = live.clone();
     let mut settings = Settings {
-        report: Arc::new(|text: &str| complain(text)),
+        report: Arc::new(move |text: &str| line.suspend(|| complain(text))),
         ..Settings::default()
     };
     if let Some(patience) = on.patience {
@@ -101,7 +141,7 @@ fn settings(on: &OffloadOn) -> Result<(Settings, Signals), Refusal> {
     }
     let signals = catch_signals(&settings.stop)?;
     check_target(&on.output)?;
-    Ok((settings, signals))
+    Ok((settings, signals, live))
 }
 
 fn refusal(error: &OffloadError, signals: &Signals) -> Refusal {
