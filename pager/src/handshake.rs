@@ -45,7 +45,7 @@ pub enum HandshakeError {
     #[error(
         "its message is not Firecracker's array of regions, and no request ({0}): correct the VMM"
     )]
-    Json(serde_json::Error),
+    Json(String),
     /// The message has no descriptor.
     #[error("its message has no descriptor: send the userfaultfd with it, by SCM_RIGHTS")]
     NoDescriptor,
@@ -322,10 +322,30 @@ fn receive(
             Some(_) if !may_be_whole(&text) => {}
             Some(_) => match parse(&text) {
                 Err(error) if error.is_eof() && parses < PARSES => parses += 1,
-                Err(error) => return Err(HandshakeError::Json(error)),
+                Err(error) => return Err(HandshakeError::json(&error)),
                 Ok(message) => return Ok((message, fd)),
             },
         }
+    }
+}
+
+impl HandshakeError {
+    /// The parser quotes a text of the message, which may be as long as the message. The kind of
+    /// the error is at the begin, and its place at the end.
+    pub(crate) fn json(error: &serde_json::Error) -> Self {
+        const QUOTED: usize = 100;
+        let text = error.to_string();
+        let all = text.chars().count();
+        Self::Json(match all > 2 * QUOTED {
+            true => {
+                let begin = text.chars().take(QUOTED);
+                begin
+                    .chain(" ... ".chars())
+                    .chain(text.chars().skip(all - QUOTED))
+                    .collect()
+            }
+            false => text,
+        })
     }
 }
 

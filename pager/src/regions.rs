@@ -46,7 +46,8 @@ struct Region {
 /// # Errors
 /// The message is wrong.
 pub fn regions(text: &[u8], pages: PageCount) -> Result<Vec<HandlerRegion>, HandshakeError> {
-    let message: Vec<_> = serde_json::from_slice(text).map_err(HandshakeError::Json)?;
+    let message = serde_json::from_slice::<Vec<_>>(text);
+    let message = message.map_err(|error| HandshakeError::json(&error))?;
     let regions = Regions::new(&message, pages)?;
     Ok(regions.0.iter().map(|region| region.is).collect())
 }

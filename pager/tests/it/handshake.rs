@@ -172,7 +172,8 @@ fn wrong_descriptors_and_messages_are_refused() {
     let (uffd, other) = (uffd.as_fd(), other.as_fd());
     let list = format!("[{}]", region(0x7000_0000_0000, 4096, 0, SMALL));
     let long = format!("[{}", " ".repeat(300 << 10));
-    let table: [(&str, &[BorrowedFd<'_>], &str); 9] = [
+    let quoted = format!("[\"{}\"]", "x".repeat(100 << 10));
+    let table: [(&str, &[BorrowedFd<'_>], &str); 10] = [
         (&list, &[], "has no descriptor: send the userfaultfd"),
         (
             &list,
@@ -185,6 +186,7 @@ fn wrong_descriptors_and_messages_are_refused() {
         (&list[..20], &[uffd], "no whole message in 100ms"),
         ("x]", &[uffd], "is not Firecracker's array of regions"),
         ("{}", &[], "missing field `version`"),
+        (&quoted, &[uffd], "expected struct RegionMessage at line 1"),
         (&long[..4000], &[uffd], "no whole message in 100ms"),
     ];
     for (at, (text, fds, reason)) in table.iter().enumerate() {
@@ -192,6 +194,7 @@ fn wrong_descriptors_and_messages_are_refused() {
         send(&socket, text, fds);
         let said = refusal(&bed, &mut socket, at);
         assert!(said.contains(reason), "{text}: {said}");
+        assert!(said.len() < 500, "{} bytes", said.len());
     }
     let mut socket = UnixStream::connect(&bed.path).unwrap();
     // The pager closes the connection before it has read all.
