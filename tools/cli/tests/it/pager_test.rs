@@ -99,6 +99,30 @@ fn a_run_that_cannot_begin_says_why() {
     }
 }
 
+/// The whole second half, against `lacuna offload`. Both were written from the protocol alone.
+#[test]
+fn the_own_daemons_pass_each_rule() {
+    // A save waits for its disk.
+    let folder = TempDir::new_in("/dev/shm")
+        .or_else(|_| TempDir::new())
+        .unwrap();
+    let lacuna = concat!("exec ", env!("CARGO_BIN_EXE_lacuna"), " offload");
+    let save = format!("rm -rf vm; {lacuna} save --socket {{socket}} --to vm --quiet");
+    let restore = format!("{lacuna} restore --from vm --to {{socket}} --quiet");
+    let demand = format!("{restore} --on-demand");
+    let options = [
+        ["--save-daemon", &save],
+        ["--restore-daemon", &restore],
+        ["--on-demand-daemon", &demand],
+        ["--json", "-"],
+    ];
+    let ran = pager_test(options.as_flattened(), folder.path());
+    let json: serde_json::Value = serde_json::from_slice(&ran.stdout).unwrap();
+    assert_eq!(ran.status.code(), Some(0), "{json}");
+    let counts = [&json["passed"], &json["failed"], &json["skipped"]];
+    assert_eq!(counts, [51, 0, 0]);
+}
+
 /// A program that is no daemon breaks its rules, and rules for others are skipped.
 #[test]
 fn a_program_that_is_no_daemon_fails() {
