@@ -45,6 +45,7 @@ struct PagerShared {
     bell: OwnedFd,
     stop: AtomicBool,
     accepted: AtomicU64,
+    taken_back: AtomicU64,
     refused: AtomicU64,
     /// Accepted connections that are neither refused nor ended.
     connections: AtomicU64,
@@ -72,6 +73,7 @@ impl Pager {
             bell: eventfd(0, EventfdFlags::CLOEXEC)?,
             stop: AtomicBool::new(false),
             accepted: AtomicU64::new(0),
+            taken_back: AtomicU64::new(0),
             refused: AtomicU64::new(0),
             connections: AtomicU64::new(0),
             handshakes: AtomicU64::new(0),
@@ -133,6 +135,7 @@ impl Pager {
         PagerStats {
             vms: all.len() as u64,
             accepted: self.shared.accepted.load(Ordering::Relaxed),
+            taken_back: self.shared.taken_back.load(Ordering::Relaxed),
             refused: self.shared.refused.load(Ordering::Relaxed),
             counts,
         }
@@ -242,7 +245,9 @@ impl PagerShared {
             self.on_a_thread(move |shared, connection| {
                 let _share = served.quota.add(vm.bytes());
                 shared.serve((&vm, &uffd), &served, (socket.as_ref(), connection));
-            })
+            })?;
+            self.taken_back.fetch_add(1, Ordering::Relaxed);
+            Ok(())
         };
         folder.take_back(&served.path, serve, |text| self.report(text));
     }

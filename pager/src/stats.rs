@@ -218,6 +218,8 @@ pub struct PagerStats {
     pub vms: u64,
     /// VMs served so far.
     pub accepted: u64,
+    /// Those of them that were an earlier pager's.
+    pub taken_back: u64,
     /// Connections refused so far.
     pub refused: u64,
     /// The counters of all VMs, also of the ended ones.
@@ -230,6 +232,7 @@ impl PagerStats {
         let Self {
             vms,
             accepted,
+            taken_back,
             refused,
             counts,
         } = self;
@@ -242,6 +245,9 @@ impl PagerStats {
         let help = "VMs that the pager has accepted.";
         let of = ("lacuna_pager_accepted_total", help, Kind::Counter);
         to.add(of, &[], Value::Whole(*accepted));
+        let help = "VMs that the pager has taken back from an earlier one.";
+        let of = ("lacuna_pager_taken_back_total", help, Kind::Counter);
+        to.add(of, &[], Value::Whole(*taken_back));
         let help = "Connections that the pager has refused.";
         let of = ("lacuna_pager_refused_total", help, Kind::Counter);
         to.add(of, &[], Value::Whole(*refused));

@@ -44,6 +44,7 @@ struct PagerReport {
     exit_code: u8,
     seconds: f64,
     vms: u64,
+    taken_back: u64,
     refused: u64,
     faults: u64,
     placed: u64,
@@ -52,6 +53,7 @@ struct PagerReport {
     working_set: u64,
     fill_late: u64,
     faults_after_fill: u64,
+    paged_out: u64,
     zeros: u64,
     removals: u64,
     lost: u64,
@@ -193,26 +195,7 @@ impl Serves<'_> {
         live.finish_and_clear();
         self.print_messages();
         let exit = Exit::Interrupted(signal);
-        let stats = self.pager.stats();
-        let report = PagerReport {
-            command: std::env::args().collect::<Vec<_>>().join(" "),
-            images: self.images.iter().map(OpenImage::report).collect(),
-            outcome: format!("ended by {signal}"),
-            exit_code: exit.code(),
-            seconds: self.began.elapsed().as_secs_f64(),
-            vms: stats.accepted,
-            refused: stats.refused,
-            faults: stats.counts.faults,
-            placed: stats.counts.placed,
-            shared: stats.counts.shared,
-            filled: stats.counts.filled,
-            working_set: stats.counts.working_set,
-            fill_late: stats.counts.fill_late,
-            faults_after_fill: stats.counts.faults_after_fill,
-            zeros: stats.counts.zeros,
-            removals: stats.counts.removals,
-            lost: stats.counts.lost,
-        };
+        let report = self.report(format!("ended by {signal}"), exit);
         let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
         let each = self.images.iter();
         let each = each.map(|image| format!("image     {}: {}\n", image.name(), image.times()));
@@ -222,6 +205,31 @@ impl Serves<'_> {
         };
         write_result_until_signal(self.output, &text, &(json + "\n"), signals)?;
         Ok(exit)
+    }
+
+    fn report(&self, outcome: String, exit: Exit) -> PagerReport {
+        let stats = self.pager.stats();
+        PagerReport {
+            command: std::env::args().collect::<Vec<_>>().join(" "),
+            images: self.images.iter().map(OpenImage::report).collect(),
+            outcome,
+            exit_code: exit.code(),
+            seconds: self.began.elapsed().as_secs_f64(),
+            vms: stats.accepted,
+            taken_back: stats.taken_back,
+            refused: stats.refused,
+            faults: stats.counts.faults,
+            placed: stats.counts.placed,
+            shared: stats.counts.shared,
+            filled: stats.counts.filled,
+            working_set: stats.counts.working_set,
+            fill_late: stats.counts.fill_late,
+            faults_after_fill: stats.counts.faults_after_fill,
+            paged_out: stats.counts.paged_out,
+            zeros: stats.counts.zeros,
+            removals: stats.counts.removals,
+            lost: stats.counts.lost,
+        }
     }
 
     fn accept_no_more(&self) {

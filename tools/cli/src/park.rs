@@ -10,7 +10,7 @@
 use crate::exit::Exit;
 use crate::output::complain;
 use crate::run::{Refusal, exit_of};
-use crate::signals::Signal;
+use crate::signals::{Signal, is_caught_by};
 use lacuna_pager::pass_descriptors;
 use nix::sys::signal::kill;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -19,9 +19,11 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag;
 use std::ffi::OsString;
+use std::fs::Permissions;
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixDatagram;
 use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
@@ -57,8 +59,9 @@ struct Parked {
     program: PathBuf,
     arguments: Vec<OsString>,
     hang_up: Arc<AtomicBool>,
+    /// Signals for the pager that it has not got yet.
     ends: [(Signal, Arc<AtomicBool>); 2],
-    /// The first signal that ends the pager.
+    /// The first signal that the pager has got.
     ended_by: Option<Signal>,
 }
 
@@ -73,7 +76,9 @@ impl Parked {
             flag::register(number, Arc::clone(&set)).map(|_| set)
         };
         // No other user can send to a socket in it.
-        let folder = TempDir::with_prefix("lacuna-park-").map_err(host)?;
+        let mut folder = tempfile::Builder::new();
+        folder.permissions(Permissions::from_mode(0o700));
+        let folder = folder.prefix("lacuna-park-").tempdir().map_err(host)?;
         let notify = UnixDatagram::bind(folder.path().join("notify")).map_err(host)?;
         notify.set_nonblocking(true).map_err(host)?;
         let arguments = std::env::args_os().skip(1);
@@ -96,6 +101,11 @@ impl Parked {
         let mut pause = PAUSE;
         loop {
             let began = Instant::now();
+            // The last pager has got it, and this one ends by it too.
+            if let Some(signal) = self.ended_by.take() {
+                let ends = self.ends.iter().filter(|(of, _)| *of == signal);
+                ends.for_each(|(_, set)| set.store(true, Ordering::Relaxed));
+            }
             let reason = match self.run_once() {
                 Ok((_, true)) => continue,
                 Ok((status, _)) => match (status.code(), self.ended_by) {
@@ -108,6 +118,9 @@ impl Parked {
                 Err(error) if !self.has_vms() => return Err(host(error)),
                 Err(error) => error.to_string(),
             };
+            if let Some(signal) = self.end() {
+                return Ok(Exit::Interrupted(signal));
+            }
             pause = match began.elapsed() > LIFE {
                 true => PAUSE,
                 false => PAUSE_MAX.min(pause * 2),
@@ -116,7 +129,18 @@ impl Parked {
                 "the pager has died ({reason}), and is started again"
             ));
             self.wait(pause);
+            if let Some(signal) = self.end() {
+                return Ok(Exit::Interrupted(signal));
+            }
         }
+    }
+
+    /// The signal that ends this process between two pagers. A VM needs another pager first.
+    fn end(&self) -> Option<Signal> {
+        let mut ends = self.ends.iter();
+        let pending = ends.find(|(_, set)| set.load(Ordering::Relaxed));
+        let signal = self.ended_by.or(pending.map(|(signal, _)| *signal));
+        signal.filter(|_| !self.has_vms())
     }
 
     fn has_vms(&self) -> bool {
@@ -160,7 +184,9 @@ impl Parked {
                 child.kill()?;
             }
             for (signal, set) in &self.ends {
-                if set.swap(false, Ordering::Relaxed) {
+                // Before, it would kill the child, and the next one would not end.
+                if set.load(Ordering::Relaxed) && is_caught_by(child.id(), *signal) {
+                    set.store(false, Ordering::Relaxed);
                     self.ended_by = self.ended_by.or(Some(*signal));
                     // It may have ended.
                     let _ = kill(
@@ -178,15 +204,12 @@ impl Parked {
         }
     }
 
-    /// Waits for `pause`, or for a signal.
-    fn wait(&mut self, pause: Duration) {
+    /// Waits for `pause`, for SIGHUP, or for the end.
+    fn wait(&self, pause: Duration) {
         let until = Instant::now() + pause;
-        while Instant::now() < until && !self.hang_up.load(Ordering::Relaxed) {
+        let is_over = || self.hang_up.load(Ordering::Relaxed) || self.end().is_some();
+        while Instant::now() < until && !is_over() {
             std::thread::sleep(PAUSE);
-            let mut ends = self.ends.iter();
-            if ends.any(|(_, set)| set.load(Ordering::Relaxed)) {
-                return;
-            }
         }
     }
 

@@ -130,16 +130,22 @@ impl Signals {
 /// The numbers of the signals to catch.
 fn wanted() -> impl Iterator<Item = i32> {
     let numbers = Signal::ALL.into_iter().map(Signal::number);
-    numbers.filter(|number| *number != SIGHUP as i32 || !is_ignored(*number))
+    let is_ignored = |number| has_signal("self", "SigIgn:", number);
+    numbers.filter(move |number| *number != SIGHUP as i32 || !is_ignored(*number))
 }
 
-/// Whether the process ignores the signal `number`: `SigIgn` of proc(5).
-fn is_ignored(number: i32) -> bool {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+/// Whether the process `pid` catches `signal`. Before, the signal would kill it.
+pub fn is_caught_by(pid: u32, signal: Signal) -> bool {
+    has_signal(&pid.to_string(), "SigCgt:", signal.number())
+}
+
+/// Whether a mask of the process, `field` of proc(5), has the signal `number`.
+fn has_signal(process: &str, field: &str, number: i32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{process}/status")).unwrap_or_default();
     let mut lines = status.lines();
-    let ignored = lines.find_map(|line| line.strip_prefix("SigIgn:"));
-    let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
-    ignored.unwrap_or(0) >> (number - 1) & 1 == 1
+    let mask = lines.find_map(|line| line.strip_prefix(field));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.unwrap_or(0) >> (number - 1) & 1 == 1
 }
 
 /// Catches SIGXFSZ, so that a write beyond the file size limit (`ulimit -f`) fails with EFBIG. By

@@ -44,7 +44,13 @@ impl Settings {
             });
         };
         let text = std::fs::read_to_string(path);
-        let text = text.map_err(|error| (Exit::Usage, format!("{}: {error}", path.display())))?;
+        let text = text.map_err(|error| {
+            let text = format!(
+                "--config: {}: {error}: name a readable file",
+                path.display()
+            );
+            (Exit::Usage, text)
+        })?;
         Self::parse(&text, path).map_err(|wrong| (Exit::Usage, wrong))
     }
 
@@ -83,6 +89,14 @@ impl Settings {
             if images.iter().any(|other| other.socket == image.socket) {
                 let socket = image.socket.display();
                 let what = format!("another image has the socket {socket}: give each its own");
+                return Err(wrong(at, &what));
+            }
+            let has_same = |other: &PagedImage| other.record == image.record;
+            if let Some(record) = &image.record
+                && images.iter().any(has_same)
+            {
+                let record = record.display();
+                let what = format!("another image has the record {record}: give each its own");
                 return Err(wrong(at, &what));
             }
             images.push(image);

@@ -91,6 +91,34 @@ fn a_guest_survives_its_parked_pagers() {
     assert!(!socket.exists());
 }
 
+/// A pager that dies after SIGTERM: the next one serves its VM, accepts no other, and ends with it.
+#[test]
+fn sigterm_outlives_a_parked_pager() {
+    let (folder, mut park) = start("--json -");
+    let folder = folder.path();
+    let socket = folder.join("socket");
+    let first = pager(folder, None);
+    while !socket.exists() {
+        yield_now();
+    }
+    let vm = guest(&socket, "verify --append rounds=1").spawn().unwrap();
+    while !has_vm(folder) {
+        yield_now();
+    }
+    park.send(Signal::TERM);
+    while socket.exists() {
+        yield_now();
+    }
+    kill_process(first, Signal::KILL).unwrap();
+    let ran = vm.wait_with_output().unwrap();
+    assert_eq!(ran.status.code(), Some(0), "{ran:?}");
+    assert_eq!(park.wait().code(), Some(143));
+    let json = serde_json::from_reader(park.0.stdout.take().unwrap());
+    let json: serde_json::Value = json.unwrap();
+    let counts = ["vms", "taken_back", "paged_out"].map(|name| &json[name]);
+    assert_eq!(counts, [1, 1, 0], "{json}");
+}
+
 /// A pager that cannot start is not started for ever.
 #[test]
 fn wrong_options_end_a_parked_pager() {

@@ -131,3 +131,13 @@ fn wrong_files() {
         assert!(!wrong.contains('\n'), "{wrong}");
     }
 }
+
+#[test]
+fn two_images_have_two_records() {
+    let image = |socket: &str| format!("[[image]]\nsocket = '{socket}'\nfrom = 'zeros'\n");
+    let text = format!("{}record = 'r'\n{}record = 'r'", image("s"), image("t"));
+    let wrong = parse(&text).unwrap_err();
+    let told = "/etc/lacuna/pager.toml:5: another image has the record /etc/lacuna/r: give";
+    assert!(wrong.starts_with(told), "{wrong}");
+    assert!(parse(&(image("s") + &image("t"))).is_ok());
+}
