@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use std::process::exit;
 use std::time::Duration;
 use std::{env, fs, thread};
+use tempfile::TempDir;
 
 /// The environment's variable with a daemon's job: which one, its mistake, its folder, its socket.
 const JOB: &str = "LACUNA_PAGER_TEST_DAEMON";
@@ -86,6 +87,13 @@ pub enum Mistake {
     AcknowledgesAnyRange,
     DiesOfARange,
     TakesAnyRequest,
+}
+
+/// A folder in memory: a daemon replaces its files for each VM, and a disk would sync them.
+pub fn folder() -> TempDir {
+    TempDir::new_in("/dev/shm")
+        .or_else(|_| TempDir::new())
+        .unwrap()
 }
 
 /// The shell command of a daemon: `save`, `restore` or `demand`.

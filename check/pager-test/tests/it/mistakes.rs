@@ -1,6 +1,6 @@
 //! Which rules find which mistake of a daemon.
 
-use crate::daemon::{Mistake, command};
+use crate::daemon::{Mistake, command, folder};
 use lacuna_pager_test::{Daemons, Outcome, Reports, Rule, Target, all};
 use lacuna_skip::test;
 use std::collections::BTreeSet;
@@ -9,7 +9,6 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::thread;
 use std::time::Duration;
-use tempfile::TempDir;
 
 /// A limit that a right daemon never reaches.
 const LONG: Duration = Duration::from_secs(120);
@@ -45,7 +44,7 @@ const TARGETS: [Target; 3] = [
 
 #[test]
 fn right_daemons_pass_each_rule() {
-    let folder = TempDir::new().unwrap();
+    let folder = folder();
     let daemons = daemons(folder.path(), LONG, |_| Some(Mistake::None));
     let rules = TARGETS.into_iter().flat_map(rules_of);
     let reports = Reports(rules.map(|rule| daemons.run(rule)).collect());
@@ -63,7 +62,7 @@ fn right_daemons_pass_each_rule() {
 /// A daemon that ends after each VM is started again.
 #[test]
 fn a_daemon_for_one_vm_passes_each_rule() {
-    let folder = TempDir::new().unwrap();
+    let folder = folder();
     let daemons = daemons(folder.path(), LONG, |target| match target {
         Target::SaveDaemon => Some(Mistake::ServesOneVm),
         _ => Some(Mistake::None),
@@ -283,18 +282,23 @@ fn save(folder: &Path) {
 /// A limit that finds a daemon that waits for ever.
 const SHORT: Duration = Duration::from_millis(500);
 
-/// Each mistake, against each rule of its daemon. On a busy machine, a right daemon may make no
+/// The part of the rules that a mistake does not break, and that are checked with it.
+const PART: usize = 3;
+
+/// Each mistake, against its rules and a part of the others: each rule meets a part of the mistakes
+/// that it must not find. On a busy machine, a right daemon may make no
 /// progress within the short limit: so a failure that is not expected is checked again, with a long
 /// one.
 fn check_table(target: Target, table: &[Row]) {
     const THREADS: usize = 8;
-    let (rows, wrong) = (Mutex::new(table.iter()), Mutex::new(Vec::new()));
+    let rows = Mutex::new(table.iter().enumerate());
+    let wrong = Mutex::new(Vec::new());
     let next = || rows.lock().unwrap().next();
     thread::scope(|scope| {
         for _ in 0..THREADS {
             scope.spawn(|| {
-                while let Some((mistake, expected, lucky)) = next() {
-                    let folder = TempDir::new().unwrap();
+                while let Some((row, (mistake, expected, lucky))) = next() {
+                    let folder = folder();
                     let within = |limit| {
                         daemons(folder.path(), limit, |kind| match (kind, target) {
                             _ if kind == target => Some(*mistake),
@@ -307,8 +311,11 @@ fn check_table(target: Target, table: &[Row]) {
                         save(folder.path());
                     }
                     let (short, long) = (within(SHORT), within(LONG));
-                    for rule in rules_of(target) {
+                    for (column, rule) in rules_of(target).enumerate() {
                         let is_expected = expected.contains(&rule.name);
+                        if !is_expected && !(row + column).is_multiple_of(PART) {
+                            continue;
+                        }
                         let is_lucky = lucky.contains(&rule.name);
                         let mut report = short.run(rule);
                         if report.is_failed() && !is_expected && !is_lucky {
@@ -353,7 +360,7 @@ fn each_rule_finds_a_mistake() {
         .collect();
     // Without right answers, no other rule passes.
     assert_eq!(unfound, ["save-answers"]);
-    let folder = TempDir::new().unwrap();
+    let folder = folder();
     let mistake = |target| (target == Target::SaveDaemon).then_some(Mistake::AnswersWithALength);
     let report = daemons(folder.path(), LONG, mistake).run(rule("save-answers"));
     assert!(report.is_failed(), "{report}");
@@ -362,7 +369,7 @@ fn each_rule_finds_a_mistake() {
 /// A rule without its daemon, and a command without a socket.
 #[test]
 fn a_missing_daemon_skips_its_rules() {
-    let folder = TempDir::new().unwrap();
+    let folder = folder();
     let save = command("save", Mistake::None, folder.path());
     let daemons = Daemons::new(vec![(Target::SaveDaemon, save)], LONG).unwrap();
     let run = |name: &str| daemons.run(rule(name));
