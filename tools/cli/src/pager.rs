@@ -72,7 +72,18 @@ fn pager_until_signal(args: &PagerArgs) -> Result<Exit, Refusal> {
     let signals = catch_signals(&Arc::default())?;
     check_target(&args.output)?;
     let settings = Settings::of(args)?;
-    let images = settings.images.into_iter().map(OpenImage::open);
+    // The options of one image need no name. Of a file, it may be any image.
+    let named = |socket: &Path, (exit, text): Refusal| match &args.config {
+        None => (exit, text),
+        Some(file) => {
+            let (file, socket) = (file.display(), socket.display());
+            (exit, format!("{file}: the image of {socket}: {text}"))
+        }
+    };
+    let images = settings.images.into_iter().map(|image| {
+        let socket = image.socket.clone();
+        OpenImage::open(image).map_err(|refusal| named(&socket, refusal))
+    });
     let images = &images.collect::<Result<Vec<_>, _>>()?;
     // First: it waits for the end of the last pager, which has the other resources.
     let state = args.state.as_deref().map(open_state).transpose()?;
@@ -93,9 +104,10 @@ fn pager_until_signal(args: &PagerArgs) -> Result<Exit, Refusal> {
         ..Config::default()
     });
     let pager = &pager.map_err(|error| host(format!("no descriptor is left: {error}")))?;
-    let sockets = images
-        .iter()
-        .map(|image| image.serve(pager, state.as_deref()));
+    let sockets = images.iter().map(|image| {
+        let served = image.serve(pager, state.as_deref());
+        served.map_err(|refusal| named(image.socket(), refusal))
+    });
     let sockets = sockets.collect::<Result<Vec<_>, _>>()?;
     let complaints = state.iter().flat_map(|state| state.complaints());
     complaints.for_each(|text| complain(&text));

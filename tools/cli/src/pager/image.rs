@@ -102,6 +102,11 @@ impl OpenImage {
         Ok(socket)
     }
 
+    /// The path of its socket.
+    pub fn socket(&self) -> &Path {
+        &self.is.socket
+    }
+
     /// Writes the record, if there is one.
     pub fn save_record(&self) {
         let saved = self.record.as_ref().map_or(Ok(()), |record| record.save());

@@ -257,4 +257,29 @@ fn wrong_options_are_refused() {
         assert_eq!(output.status.code(), Some(2), "{options}");
         assert!(!socket.exists());
     }
+    let file = folder.path().join("pager.toml");
+    let image = |name, more| {
+        format!("[[image]]\nsocket = '{name}'\nfrom = 'zeros'\nmemory = '1M'\n{more}\n")
+    };
+    for (more, reason) in [
+        ("fill-rate = '1M'", "/b: --fill-rate limits --fill"),
+        (
+            "fill = true\nfill-rate = '0'",
+            "/b: --fill-rate 0 brings nothing",
+        ),
+    ] {
+        std::fs::write(&file, image("a", "") + &image("b", more)).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_lacuna"));
+        let output = command
+            .arg("pager")
+            .arg("--config")
+            .arg(&file)
+            .output()
+            .unwrap();
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            errors.contains("pager.toml: the image of ") && errors.contains(reason),
+            "{errors}"
+        );
+    }
 }
