@@ -10,7 +10,7 @@ use lacuna::source::{
 use lacuna::{PAGE_SIZE, PageCount};
 use lacuna_control::Refused;
 use lacuna_control::store::{self, url};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
@@ -74,6 +74,15 @@ pub enum SourceError {
     /// Memory of no pages, or a part of one.
     #[error("{0} bytes of memory: give whole pages of 4 KiB, at least one")]
     NoWholePages(u64),
+    /// A memory file of no pages, or of a part of one.
+    #[error("the memory file {} has {bytes} bytes, which are no whole pages of 4 KiB: copy it \
+             again, or give its memory, as in --memory 512M", path.display())]
+    OddFile {
+        /// The file.
+        path: PathBuf,
+        /// Its bytes.
+        bytes: u64,
+    },
 }
 
 impl SourceError {
@@ -210,7 +219,15 @@ fn pages_of_file(path: &Path) -> Result<PageCount, SourceError> {
         path: path.to_owned(),
         source,
     });
-    whole_pages(found?.len())
+    let found = found?;
+    if !found.is_file() {
+        return Err(FileError::NotAFile(path.to_owned()).into());
+    }
+    let odd = |_| SourceError::OddFile {
+        path: path.to_owned(),
+        bytes: found.len(),
+    };
+    whole_pages(found.len()).map_err(odd)
 }
 
 /// A handler that cannot be used.

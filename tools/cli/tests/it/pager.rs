@@ -216,6 +216,8 @@ fn a_pager_ends_after_its_vms() {
 fn wrong_options_are_refused() {
     let folder = TempDir::new().unwrap();
     let socket = folder.path().join("pager");
+    std::fs::write(folder.path().join("odd"), "odd").unwrap();
+    let odd = format!("--from file:{}/odd", folder.path().display());
     for (options, reason) in [
         ("--from handler:/h", "gives no pages to others"),
         ("--from zeros", "zeros has no length: give its memory"),
@@ -224,6 +226,8 @@ fn wrong_options_are_refused() {
             "--from file:/no/such/file",
             "cannot open the memory file /no/such/file: No such file",
         ),
+        ("--from file:/dev/null", "/dev/null is not a regular file"),
+        (&odd, "odd has 3 bytes, which are no whole pages"),
         (
             "--from zeros --memory 1M --when-lost zeros",
             "invalid value 'zeros'",
@@ -257,6 +261,12 @@ fn wrong_options_are_refused() {
         assert_eq!(output.status.code(), Some(2), "{options}");
         assert!(!socket.exists());
     }
+}
+
+/// A file has several images: an error names one.
+#[test]
+fn wrong_images_are_refused() {
+    let folder = TempDir::new().unwrap();
     let file = folder.path().join("pager.toml");
     let image = |name, more| {
         format!("[[image]]\nsocket = '{name}'\nfrom = 'zeros'\nmemory = '1M'\n{more}\n")
