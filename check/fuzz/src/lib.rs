@@ -20,7 +20,7 @@
 //! | `images` | mutated ELF files for the loader |
 //! | `command` | command lines for `lacuna` |
 //! | `control` | clients of a control socket |
-//! | `pager`, `offload` | messages of VMMs to a pager and its files; to daemons of `lacuna offload` |
+//! | `pager`, `offload` | messages of VMMs to a pager, and its files; those to `lacuna offload` |
 //! | `migrated` | hostile peers of a migration, and forged snapshots |
 //! | `plan` | draws the host's and the VMs' configuration from the seed |
 //! | `subject` | a VM, and the guard pages around its slots |
@@ -33,8 +33,8 @@
 //!
 //! An oracle panics when it fails. [`Campaign`] catches the panic and records a [`Finding`].
 //!
-//! Neighbours: imports `soft`, `machine`, `migrate`, `guest`, `pager`, `offload` and the command, and calls
-//! `verify` of `mmu` and `host`.
+//! Neighbours: imports `soft`, `machine`, `migrate`, `guest`, `pager`, `offload` and the command,
+//! and calls `verify` of `mmu` and `host`.
 #![forbid(unsafe_code)]
 
 mod arm64;

@@ -100,7 +100,9 @@ fn configure(rng: &mut Rng, tally: &mut Tally) {
     let slots = (0..rng.u64(1..5)).map(|slot| {
         let size = PAGE * rng.u64(1..1 << 18);
         gpa += size + PAGE * rng.u64(..4);
-        json!({"slot": slot, "gpa": gpa - size, "size": size, "file_offset": 0, "virtio_mem": false})
+        json!({
+            "slot": slot, "gpa": gpa - size, "size": size, "file_offset": 0, "virtio_mem": false,
+        })
     });
     let slots: Vec<_> = slots.collect();
     let mut config = json!({
