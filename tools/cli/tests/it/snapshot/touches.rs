@@ -62,7 +62,7 @@ fn first_touches() {
         "snapshot restore {other} --lazy --replay {record}"
     ));
     assert!(
-        code == 2 && errors.contains("of another snapshot"),
+        code == 2 && errors.contains("of another memory"),
         "{code} {errors}"
     );
     let (code, errors) = failure(&format!(
