@@ -114,7 +114,8 @@ impl Snapshot {
     /// The file cannot be opened.
     pub fn pages(&self) -> Result<MemoryFile, FileError> {
         let pages = PageCount::from_bytes(self.slots.bytes());
-        MemoryFile::open(&self.path(MEMORY), pages, Policy::default())
+        let file = MemoryFile::open(&self.path(MEMORY), pages, Policy::default())?;
+        Ok(file.answering_at_once())
     }
 }
 

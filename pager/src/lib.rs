@@ -13,9 +13,9 @@
 //!
 //! let pages = PageCount::from_bytes(512 << 20);
 //! let source = MemoryFile::open("/snapshots/memory".as_ref(), pages, Policy::default())?;
+//! let source = Arc::new(source.answering_at_once());
 //! let listener = UnixListener::bind("/run/pager.socket")?;
 //! let pager = Pager::new(Config::default())?;
-//! let source = Arc::new(source);
 //! pager.serve(listener, Image::new(source, pages))?;
 //! println!("{} VMs", pager.stats().vms);
 //! # Ok::<(), Box<dyn std::error::Error>>(())

@@ -39,6 +39,7 @@ const ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
 pub struct MemoryFile {
     shared: Arc<FileShared>,
     ring: Option<Ring>,
+    answers_at_once: bool,
 }
 
 /// Why a memory file cannot be used.
@@ -201,7 +202,20 @@ impl MemoryFile {
             })
         });
         let ring = ring.transpose().map_err(FileError::Thread)?;
-        Ok(Self { shared, ring })
+        Ok(Self {
+            shared,
+            ring,
+            answers_at_once: false,
+        })
+    }
+
+    /// Answers a request for a page in the kernel's page cache on the thread that makes it. That
+    /// costs less than another thread, and costs the caller the copy of a page: so it is for a
+    /// pager's threads, and not for those of vCPUs.
+    #[must_use]
+    pub fn answering_at_once(mut self) -> Self {
+        self.answers_at_once = true;
+        self
     }
 
     /// The opened file, its path and its length in bytes.
@@ -230,10 +244,11 @@ impl PageSource for MemoryFile {
         self.shared.file.outage.reason()
     }
 
-    /// A page in the kernel's page cache is provided at once.
     fn fetch(&self, request: PageRequest) {
         let asked = Asked::now(request);
-        if let Some(content) = self.shared.file.cached(asked.request.page().0) {
+        if self.answers_at_once
+            && let Some(content) = self.shared.file.cached(asked.request.page().0)
+        {
             return self.shared.file.provide(&asked, &content);
         }
         let Some(ring) = &self.ring else {
@@ -353,8 +368,7 @@ impl Opened {
         })
     }
 
-    /// The page, if no read of the disk is needed for it. To pass the request to a thread costs
-    /// more than to copy the page.
+    /// The page, if no read of the disk is needed for it.
     fn cached(&self, page: u64) -> Option<[u8; PAGE_SIZE]> {
         let mut content = [0; PAGE_SIZE];
         let offset = page.checked_mul(PAGE_SIZE as u64);

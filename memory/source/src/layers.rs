@@ -50,6 +50,19 @@ impl LayeredFile {
         Ok(Self { base, diffs })
     }
 
+    /// As [`MemoryFile::answering_at_once`].
+    #[must_use]
+    pub fn answering_at_once(mut self) -> Self {
+        self.base = self.base.answering_at_once();
+        let diffs = std::mem::take(&mut self.diffs).into_iter();
+        let at_once = |Diff { file, data }| Diff {
+            file: file.answering_at_once(),
+            data,
+        };
+        self.diffs = diffs.map(at_once).collect();
+        self
+    }
+
     /// All files, the oldest first.
     fn files(&self) -> impl Iterator<Item = &MemoryFile> {
         std::iter::once(&self.base).chain(self.diffs.iter().map(|diff| &diff.file))

@@ -122,6 +122,25 @@ pub fn open(
     policy: Policy,
     interrupt: &Arc<AtomicBool>,
 ) -> Result<Opened, SourceError> {
+    open_for(Asking::Guest, from, pages, policy, interrupt)
+}
+
+/// Whose threads ask for pages.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Asking {
+    /// A guest's vCPUs: they do not wait for the copy of a page.
+    Guest,
+    /// This program's, for other processes.
+    Server,
+}
+
+fn open_for(
+    asking: Asking,
+    from: &PagesFrom,
+    pages: Option<PageCount>,
+    policy: Policy,
+    interrupt: &Arc<AtomicBool>,
+) -> Result<Opened, SourceError> {
     let given = || pages.ok_or_else(|| SourceError::NoLength(from.clone()));
     let at_most = |has: PageCount| match pages {
         Some(pages) if pages > has => Err(SourceError::TooShort {
@@ -137,12 +156,19 @@ pub fn open(
         PagesFrom::Zeros => (Box::new(Zeros), given()?),
         PagesFrom::File(path) => {
             let pages = of_file(path)?;
-            (Box::new(MemoryFile::open(path, pages, policy)?), pages)
+            let file = MemoryFile::open(path, pages, policy)?;
+            match asking {
+                Asking::Guest => (Box::new(file), pages),
+                Asking::Server => (Box::new(file.answering_at_once()), pages),
+            }
         }
         PagesFrom::Layers { base, diffs } => {
             let pages = of_file(base)?;
             let file = LayeredFile::open(base, diffs, pages, &policy)?;
-            (Box::new(file), pages)
+            match asking {
+                Asking::Guest => (Box::new(file), pages),
+                Asking::Server => (Box::new(file.answering_at_once()), pages),
+            }
         }
         PagesFrom::Snapshot(place) => {
             let snapshot = match url(place) {
@@ -187,7 +213,7 @@ pub fn open_to_serve(
 ) -> Result<Opened, SourceError> {
     match from {
         PagesFrom::Handler(_) => Err(SourceError::GivesNoPages),
-        _ => open(from, pages, policy, interrupt),
+        _ => open_for(Asking::Server, from, pages, policy, interrupt),
     }
 }
 

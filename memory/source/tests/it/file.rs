@@ -15,13 +15,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use tempfile::NamedTempFile;
 
-/// Opens the file in both ways, first with io_uring if this host has it.
-fn both(path: &Path, pages: u64) -> [MemoryFile; 2] {
+/// Opens the file in each way, first with io_uring if this host has it.
+fn each(path: &Path, pages: u64) -> [MemoryFile; 3] {
     let pages = PageCount::new(pages);
-    let with = MemoryFile::open(path, pages, Policy::default()).unwrap();
+    let open = || MemoryFile::open(path, pages, Policy::default()).unwrap();
     let without = MemoryFile::open_without_ring(path, pages, Policy::default()).unwrap();
     assert!(!without.has_ring());
-    [with, without]
+    [open(), without, open().answering_at_once()]
 }
 
 fn file(pages: u64) -> NamedTempFile {
@@ -63,7 +63,7 @@ proptest! {
             model[offset..offset + length].copy_from_slice(&bytes[..length]);
             sparse.as_file().write_all_at(&bytes[..length], offset as u64).unwrap();
         }
-        for source in both(sparse.path(), PAGES as u64) {
+        for source in each(sparse.path(), PAGES as u64) {
             let answers = Answers::new();
             order.iter().for_each(|&page| answers.ask(&source, page));
             for (number, content) in (0..).zip(model.as_chunks().0) {
@@ -76,10 +76,10 @@ proptest! {
 #[test]
 fn a_file_that_is_truncated_loses_its_pages() {
     let file = file(8);
-    for source in both(file.path(), 8) {
+    for source in each(file.path(), 8) {
         assert_eq!(Answers::fetch(&source, 7), Ok(bytes_of(7)));
     }
-    let sources = both(file.path(), 8);
+    let sources = each(file.path(), 8);
     file.as_file().set_len(3 * PAGE as u64 + 100).unwrap();
     for source in sources {
         for number in [0, 3, 4, 7] {
@@ -96,7 +96,7 @@ fn a_file_that_is_truncated_and_extended_provides_no_zeros() {
     // An old time differs from the next modification's, whatever the clock's step.
     let old = std::time::SystemTime::UNIX_EPOCH;
     file.as_file().set_modified(old).unwrap();
-    let sources = both(file.path(), 8);
+    let sources = each(file.path(), 8);
     file.as_file().set_len(0).unwrap();
     file.as_file().set_len(8 * PAGE as u64).unwrap();
     for source in sources {
@@ -139,7 +139,7 @@ fn files_that_cannot_serve_the_guest_are_refused() {
 #[test]
 fn a_page_beyond_the_guest_is_lost() {
     let file = file(4);
-    for source in both(file.path(), 2) {
+    for source in each(file.path(), 2) {
         let lost = Answers::fetch(&source, 2).unwrap_err();
         assert_eq!(lost, "page 2 is beyond the guest's 2 pages");
     }
@@ -148,7 +148,7 @@ fn a_page_beyond_the_guest_is_lost() {
 #[test]
 fn dropping_a_file_answers_everything() {
     let file = file(64);
-    for source in both(file.path(), 64) {
+    for source in each(file.path(), 64) {
         let answers = Answers::new();
         (0..64).for_each(|number| answers.ask(&source, number));
         drop(source);
@@ -164,7 +164,7 @@ fn dropping_a_file_answers_everything() {
 #[test]
 fn what_a_source_does_is_counted() {
     let file = file(8);
-    for source in both(file.path(), 8).map(Measured::new) {
+    for source in each(file.path(), 8).map(Measured::new) {
         let answers = Answers::new();
         (0..10).for_each(|number| answers.ask(&source, number));
         (0..10).for_each(|number| _ = answers.of(number));

@@ -79,9 +79,9 @@ impl MemoryImage {
     fn source(&self) -> LabResult<Arc<dyn PageSource>> {
         let path = self.folder().join("memory");
         let file = MemoryFile::open(&path, PageCount::new(self.pages), Policy::default());
-        Ok(Arc::new(
-            file.map_err(|error| LabError::Other(error.into()))?,
-        ))
+        let file = file.map_err(|error| LabError::Other(error.into()))?;
+        // As `lacuna pager` opens it.
+        Ok(Arc::new(file.answering_at_once()))
     }
 
     fn mapping(&self) -> LabResult<FileArea> {
