@@ -111,9 +111,9 @@ pub enum Patience {
 }
 
 impl Patience {
-    /// The help text of `--patience`, the same for each command with this option. docs/commands.md
-    /// has the rule for every source (A source that provides no pages), and [`Policy`] is its form
-    /// in code.
+    /// The help text of `--patience`, the same for each command with this option.
+    /// docs/guide/snapshots.md has the rule for every source (A source that provides no pages), and
+    /// [`Policy`] is its form in code.
     pub const HELP: &str = "How long the source of the guest's pages may take for one, until the \
                             page is lost and the run ends; or forever [default: 10s]";
 

@@ -142,10 +142,12 @@ fn every_limit_of_address_space_is_a_refusal_at_worst() {
 }
 
 #[test]
-fn help_and_the_page_of_commands_agree() {
+fn help_and_the_pages_agree() {
     let words = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
-    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/commands.md");
-    let page = words(&std::fs::read_to_string(page).unwrap());
+    let page = |name| {
+        let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");
+        words(&std::fs::read_to_string(docs.join(name)).unwrap())
+    };
     let dir = tempfile::tempdir().unwrap();
     for command in ["", "run", "serve", "lab", "doctor"] {
         let line = format!("$LACUNA {command} --help");
@@ -156,12 +158,14 @@ fn help_and_the_page_of_commands_agree() {
             "{line}: {help}"
         );
     }
+    let commands = page("commands.md");
     assert!(
-        page.contains(&words(lacuna_cli::exit::EXIT_CODES)),
-        "{page}"
+        commands.contains(&words(lacuna_cli::exit::EXIT_CODES)),
+        "{commands}"
     );
+    let guests = page("guide/run.md");
     for guest in lacuna_guest::images() {
         let name = format!("`{}`", guest.name);
-        assert!(page.contains(&name), "{name} is missing");
+        assert!(guests.contains(&name), "{name} is missing");
     }
 }
