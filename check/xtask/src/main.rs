@@ -16,12 +16,14 @@
 //! | [`ratchet`] | the exceptions in length, which may only shrink |
 //! | [`phrases`] | phrases that pages and comments do not use |
 //! | [`pages`] | Markdown: columns; files, links and items that are named exist |
+//! | [`book`] | the book's contents list every page; links lead to headings, and stay inside |
 //! | [`guest`] | builds the committed AArch64 guest images, or compares them with their sources |
 //! | [`compare`] | two commits, measured in turns: what became slower or faster |
 //! | [`figures`] | the figures in pages, from the runs in `docs/figures.json` |
 #![forbid(unsafe_code)]
 
 mod arch;
+mod book;
 mod circles;
 mod comments;
 mod compare;

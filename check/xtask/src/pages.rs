@@ -56,7 +56,7 @@ impl Tree {
 
 /// The lines of `text` with their numbers, and whether each is inside of a code block. The fences
 /// are left out.
-fn lines(text: &str) -> impl Iterator<Item = (usize, &str, bool)> {
+pub fn lines(text: &str) -> impl Iterator<Item = (usize, &str, bool)> {
     let mut in_block = false;
     (1..).zip(text.lines()).filter_map(move |(number, line)| {
         if line.trim_start().starts_with("```") {
@@ -118,14 +118,17 @@ pub fn files_missing<'a>(line: &'a str, tree: &Tree) -> Vec<&'a str> {
         .collect()
 }
 
+/// The targets of the relative links of a text.
+pub fn links(text: &str) -> impl Iterator<Item = &str> {
+    let targets = text.split("](").skip(1);
+    let targets = targets.filter_map(|rest| rest.split(')').next());
+    targets.filter(|target| !target.contains("://"))
+}
+
 /// The relative links without a target in the repository, in a line of the page `path`.
 fn links_missing<'a>(path: &str, line: &'a str, tree: &Tree) -> Vec<&'a str> {
-    let targets = line
-        .split("](")
-        .skip(1)
-        .filter_map(|rest| rest.split(')').next());
-    targets
-        .filter(|target| !target.contains("://") && !target.starts_with('#'))
+    links(line)
+        .filter(|target| !target.starts_with('#'))
         .filter(|target| {
             let file = target.split('#').next().unwrap_or(target);
             resolve(path, file).is_none_or(|file| !tree.paths.contains(&file))
@@ -134,7 +137,7 @@ fn links_missing<'a>(path: &str, line: &'a str, tree: &Tree) -> Vec<&'a str> {
 }
 
 /// `target` as the page `path` sees it, from the root; `None` outside of it.
-fn resolve(path: &str, target: &str) -> Option<String> {
+pub fn resolve(path: &str, target: &str) -> Option<String> {
     let mut resolved = PathBuf::from(path);
     resolved.pop();
     for part in Path::new(target).components() {

@@ -10,7 +10,8 @@ use cargo_metadata::{DependencyKind, Metadata, MetadataCommand, Package as Cargo
 
 use crate::finding::Finding;
 use crate::{
-    arch, circles, comments, figures, imports, locks, pages, phrases, ratchet, scan, source, tree,
+    arch, book, circles, comments, figures, imports, locks, pages, phrases, ratchet, scan, source,
+    tree,
 };
 
 /// Handwritten text in this repository, besides Rust and Markdown.
@@ -191,15 +192,19 @@ impl Findings {
     /// Applies the rules of Markdown. Every package has been scanned before, because pages name
     /// items.
     fn pages(&mut self) -> Result<(), Box<dyn Error>> {
+        let mut pages = BTreeMap::new();
         for file in tree::files(&self.root, &["md"])? {
-            let (path, text) = (relative(&self.root, &file), fs::read_to_string(&file)?);
-            self.all.extend(pages::check(&path, &text, &self.tree));
+            pages.insert(relative(&self.root, &file), fs::read_to_string(&file)?);
+        }
+        for (path, text) in &pages {
+            self.all.extend(pages::check(path, text, &self.tree));
             let phrases = self.phrases.entry(path.clone()).or_default();
-            phrases.extend(pages::columns(&path, &text));
+            phrases.extend(pages::columns(path, text));
             for (line, text) in (1..).zip(text.lines()) {
-                phrases.extend(phrases::check(&path, line, text));
+                phrases.extend(phrases::check(path, line, text));
             }
         }
+        self.all.extend(book::check(&pages));
         Ok(())
     }
 }

@@ -24,6 +24,17 @@ fn values(answer: &str) -> HashMap<&str, u64> {
     values.collect()
 }
 
+/// The documentation's rows for the metrics of an answer.
+fn documented_rows(answer: &str) -> Vec<String> {
+    let lines: Vec<_> = answer.lines().collect();
+    let rows = lines.windows(2).filter_map(|pair| {
+        let (name, help) = pair[0].strip_prefix("# HELP ")?.split_once(' ')?;
+        let kind = pair[1].rsplit(' ').next()?;
+        Some(format!("| {name} | {kind} | {help} |\n"))
+    });
+    rows.collect()
+}
+
 #[test]
 fn events_of_the_engine_are_lines_on_stderr() {
     let run = |wanted: &str| {
@@ -91,6 +102,14 @@ fn a_running_guest_is_counted() {
         let swapped = counted["lacuna_host_swapped_in_total"];
         assert!(swapped >= before, "{body}");
         if before > 0 && swapped > before {
+            let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/metrics.md");
+            let page = std::fs::read_to_string(page).unwrap();
+            let rows = documented_rows(body);
+            let missing: Vec<_> = rows.iter().filter(|row| !page.contains(*row)).collect();
+            assert!(
+                rows.len() > 50 && missing.is_empty(),
+                "docs/metrics.md lacks {missing:#?}"
+            );
             break;
         }
         before = swapped;
