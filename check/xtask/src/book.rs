@@ -15,8 +15,8 @@ pub fn check(pages: &BTreeMap<String, String>) -> Vec<Finding> {
     let listed = links(contents).filter_map(|target| resolve(CONTENTS, target));
     let listed: BTreeSet<_> = listed.collect();
     for (path, text) in pages {
-        let is_page = path.starts_with("docs/");
-        if is_page && path != CONTENTS && !listed.contains(path) {
+        let is_page = path.starts_with("docs/") && path != CONTENTS;
+        if is_page && !listed.contains(path) {
             findings.push(Finding::of(path, format!("add it to {CONTENTS}")));
         }
         let prose = lines(text).filter(|&(_, _, in_block)| !in_block);
@@ -30,8 +30,12 @@ pub fn check(pages: &BTreeMap<String, String>) -> Vec<Finding> {
             };
             let of_file = pages.get(&file).filter(|_| !part.is_empty());
             let mut add = |what| findings.push(Finding::at(path, number, what));
-            if is_page && !file.starts_with("docs/") {
-                add(format!("{file} is not in the book: name it without a link"));
+            // mdBook makes `index.html` of a `README.md`, and does not change the links to it.
+            let is_gone = !file.starts_with("docs/") || file.ends_with("README.md");
+            if is_page && (is_gone || file == CONTENTS) {
+                add(format!(
+                    "the book has no page {file}: name it without a link"
+                ));
             } else if of_file.is_some_and(|text| anchors(text).all(|anchor| anchor != part)) {
                 add(format!("{file} has no heading for #{part}"));
             }
@@ -77,7 +81,7 @@ mod tests {
             "README.md:1: docs/a.md has no heading for #gone",
             "docs/a.md:5: docs/a.md has no heading for #b",
             "docs/left.md: add it to docs/SUMMARY.md",
-            "docs/left.md:1: README.md is not in the book: name it without a link",
+            "docs/left.md:1: the book has no page README.md: name it without a link",
         ];
         assert_eq!(found, wanted);
     }
