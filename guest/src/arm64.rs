@@ -80,6 +80,7 @@ macro_rules! image {
             file: include_bytes!(concat!("../images/arm64/", $name, ".Image")),
             about: $about,
             params: $params,
+            is_test: false,
         }
     };
 }
@@ -120,9 +121,10 @@ pub(crate) static IMAGES: &[Image] = &[
             ),
             param("aba", "1", "0: leave the ABA test out, for QEMU"),
         ]
-    ),
-    image!("maxpage"),
-    image!("smc"),
+    )
+    .test(),
+    image!("maxpage").test(),
+    image!("smc").test(),
     image!(
         "random",
         "random words as code",
@@ -136,7 +138,8 @@ pub(crate) static IMAGES: &[Image] = &[
             param("count", "100", "rounds at level 0"),
             param("limit_us", "2000", "time limit of a round, microseconds"),
         ]
-    ),
+    )
+    .test(),
     image!(
         "msr",
         "nonsense in system registers",
@@ -149,8 +152,9 @@ pub(crate) static IMAGES: &[Image] = &[
                 "1: last, write those that the kernel needs; the guest may not survive"
             ),
         ]
-    ),
-    image!("apfstorm"),
+    )
+    .test(),
+    image!("apfstorm").test(),
     image!(
         "apfhostile",
         same_as_x86("apfhostile").about,
@@ -166,7 +170,8 @@ pub(crate) static IMAGES: &[Image] = &[
             param("limit_ms", "10000", "or after this time, milliseconds"),
             param("seed", "1", "of places and nonsense"),
         ]
-    ),
+    )
+    .test(),
     image!(
         "traps",
         "what exceptions and random translation tables leave in the system registers",
@@ -181,9 +186,10 @@ pub(crate) static IMAGES: &[Image] = &[
             ),
             param("shown", "1", "how many are"),
         ]
-    ),
-    image!("reset", "ends the machine by a reset", &[]),
-    image!("hello"),
+    )
+    .test(),
+    image!("reset", "ends the machine by a reset", &[]).test(),
+    image!("hello").test(),
 ];
 
 #[cfg(test)]

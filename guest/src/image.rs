@@ -22,6 +22,15 @@ pub struct Image {
     pub about: &'static str,
     /// Its parameters.
     pub params: &'static [Param],
+    /// Whether it tests the machine that runs it. The other images are loads for users.
+    pub is_test: bool,
+}
+
+impl Image {
+    pub(crate) const fn test(mut self) -> Self {
+        self.is_test = true;
+        self
+    }
 }
 
 pub(crate) const fn param(name: &'static str, default: &'static str, about: &'static str) -> Param {

@@ -63,6 +63,7 @@ macro_rules! image {
             file: include_bytes!(concat!(env!("OUT_DIR"), "/", $name, ".elf")),
             about: $about,
             params: $params,
+            is_test: false,
         }
     };
 }
@@ -334,17 +335,20 @@ pub(crate) const IMAGES: &[Image] = &[
             param("iters", "20000", "iterations of each ordering test"),
             param("adds", "20000", "locked additions of each thread and place"),
         ]
-    ),
+    )
+    .test(),
     image!(
         "maxpage",
         "instructions that touch the most pages, in a loop",
         &[param("iters", "1000", "times each instruction runs")]
-    ),
+    )
+    .test(),
     image!(
         "smc",
         "self- and cross-modifying code",
         &[param("iters", "2000", "modifications of each kind")]
-    ),
+    )
+    .test(),
     image!(
         "random",
         "random bytes as code",
@@ -358,7 +362,8 @@ pub(crate) const IMAGES: &[Image] = &[
             param("count", "100", "rounds at level 3"),
             param("limit_us", "2000", "time limit of a round, microseconds"),
         ]
-    ),
+    )
+    .test(),
     image!(
         "msr",
         "nonsense in model-specific registers",
@@ -371,7 +376,8 @@ pub(crate) const IMAGES: &[Image] = &[
                 "1: last, write those that the kernel needs; the guest may not survive"
             ),
         ]
-    ),
+    )
+    .test(),
     image!(
         "apfstorm",
         "checked accesses while async page faults go off and on and vCPUs offline",
@@ -392,7 +398,8 @@ pub(crate) const IMAGES: &[Image] = &[
             param("bytes", "all", "how much of the arena, bytes"),
             param("seed", "1", "of places and switches"),
         ]
-    ),
+    )
+    .test(),
     image!(
         "apfhostile",
         "checked accesses while the rules of async page faults are broken",
@@ -407,7 +414,8 @@ pub(crate) const IMAGES: &[Image] = &[
             param("limit_ms", "10000", "or after this time, milliseconds"),
             param("seed", "1", "of places and nonsense"),
         ]
-    ),
-    image!("triple", "a deliberate triple fault", &[]),
-    image!("hello", "prints a line and ends", &[]),
+    )
+    .test(),
+    image!("triple", "a deliberate triple fault", &[]).test(),
+    image!("hello", "prints a line and ends", &[]).test(),
 ];

@@ -14,10 +14,12 @@
 //! lacuna test TOOL [...]          one test of the engine, as Linux's selftests of KVM
 //! lacuna pager-test [...]         rules for a page-fault handler, of any project
 //! lacuna doctor                   what this host can do
+//! lacuna manual FOLDER            man pages and completions, for packages
 //! ```
 
 mod ctl;
 mod dirty;
+mod group;
 mod lab;
 mod machine;
 mod memory;
@@ -49,6 +51,7 @@ pub use test::{DemandPagingArgs, TestArgs, TestCommand, Tool};
 
 pub use tls::TlsArgs;
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -92,6 +95,9 @@ pub enum Command {
     PagerTest(PagerTestArgs),
     /// Report what this host can do, what is missing, and how to get it
     Doctor(DoctorArgs),
+    /// Write the man pages and the completions for bash, fish and zsh
+    #[command(hide = true)]
+    Manual(ManualArgs),
 }
 
 impl Command {
@@ -117,6 +123,19 @@ pub struct DoctorArgs {
     /// Print JSON instead of text
     #[arg(long)]
     pub json: bool,
+}
+
+/// `lacuna manual`.
+#[derive(Clone, PartialEq, Eq, Debug, Args)]
+pub struct ManualArgs {
+    /// The share folder below which they are written, such as /usr/share or ~/.local/share
+    pub folder: PathBuf,
+}
+
+/// The address of a metrics page.
+fn address(text: &str) -> Result<SocketAddr, &'static str> {
+    let found = text.parse();
+    found.map_err(|_| "give an IP address and a port, such as 127.0.0.1:9100")
 }
 
 /// Where a result goes.
@@ -190,6 +209,7 @@ pub(crate) mod tests {
                 "lacuna run bm --memory-kind ram",
                 "[possible values: pool, anonymous, memfd, hugetlbfs, hugetlbfs-1g]",
             ),
+            ("lacuna run bm --metrics 9100", "such as 127.0.0.1:9100"),
             ("lacuna walk", "unrecognized subcommand"),
         ] {
             let error = parse(line).unwrap_err();

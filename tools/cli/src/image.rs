@@ -19,7 +19,7 @@ const FILE_MAX: Size = Size(1 << 30);
 pub enum LoadError {
     /// No such guest, and no file that could be opened.
     #[error(
-        "{name}: neither a built-in guest ({}) nor a file to read: {source}",
+        "{name}: neither a built-in guest nor a file to read: {source}; {}",
         built_in(*arch)
     )]
     Unknown {
@@ -98,11 +98,16 @@ fn guests(args: &RunArgs) -> Arch {
     lacuna_lab::options::guests(args.arch.unwrap_or_default())
 }
 
+/// The built-in guests, in words.
 fn built_in(arch: Arch) -> String {
-    let names: Vec<_> = arch.images().iter().map(|i| i.name).collect();
+    let workloads = arch.images().iter().filter(|image| !image.is_test);
+    let names: Vec<_> = workloads.map(|image| image.name).collect();
     match arch.unavailable() {
-        None => names.join(", "),
-        Some(_) => "none is built in".into(),
+        None => format!(
+            "the workloads are {}, and docs/commands.md has the guests for tests too",
+            names.join(", ")
+        ),
+        Some(_) => "no guest is built in".into(),
     }
 }
 

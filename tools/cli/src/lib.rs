@@ -17,7 +17,7 @@
 //!   `--park`, `lacuna offload`. [`source`]: page sources.
 //! * [`lab`]: `lacuna lab`, and `lacuna` alone. [`mod@test`]: `lacuna test`.
 //! * [`pager_test`]: `lacuna pager-test`.
-//! * [`doctor`]: what this host can do.
+//! * [`doctor`]: what this host can do. [`manual`]: man pages and completions.
 //! * [`exit`], [`output`], [`pipe`], [`signals`]: exit codes; where text and JSON go; Ctrl-C.
 //! * [`log`], [`trace`]: events of the engine on stderr, and in a file for Perfetto.
 //! * [`metrics`]: the engine's counters by HTTP.
@@ -35,6 +35,7 @@ pub mod image;
 pub mod lab;
 pub mod live;
 pub mod log;
+pub mod manual;
 pub mod metrics;
 pub mod migrate;
 pub mod monitor;

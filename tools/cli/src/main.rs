@@ -11,6 +11,7 @@ use lacuna_cli::args::{Cli, Command, DoctorArgs, LabArgs, temp_dir};
 use lacuna_cli::ctl::ctl;
 use lacuna_cli::exit::Exit;
 use lacuna_cli::lab::lab;
+use lacuna_cli::manual::manual;
 use lacuna_cli::migrate::migrate;
 use lacuna_cli::offload::offload;
 use lacuna_cli::output::{complain, print, print_json};
@@ -101,6 +102,7 @@ fn command(command: Option<Command>) -> Exit {
         Some(Command::Lab(args)) => lab(&args),
         Some(Command::Test(args)) => test(&args),
         Some(Command::PagerTest(args)) => pager_test(&args),
+        Some(Command::Manual(args)) => manual(&args),
         None => lab(&LabArgs::default()),
     }
 }

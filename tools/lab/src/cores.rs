@@ -31,7 +31,10 @@ impl Cores {
         let mut only = CpuSet::new();
         only.set(core);
         sched_setaffinity(None, &only).map_err(|error| {
-            io::Error::other(format!("--pin: processor {core} of this host: {error}"))
+            io::Error::other(format!(
+                "--pin: processor {core} of this host: {error}; name processors that this process \
+                 may use (taskset -cp $$)"
+            ))
         })
     }
 }

@@ -17,7 +17,7 @@ pub struct CtlArgs {
     /// The control socket of the guest, as in lacuna run --control SOCKET
     #[arg(value_name = "SOCKET")]
     pub control: PathBuf,
-    /// What the guest does
+    /// The request
     #[command(subcommand)]
     pub command: CtlCommand,
 }
@@ -25,17 +25,17 @@ pub struct CtlArgs {
 /// The request.
 #[derive(Clone, PartialEq, Eq, Debug, Subcommand)]
 pub enum CtlCommand {
-    /// Nothing: show its state
+    /// Show the guest's state
     Status(Output),
-    /// It is paused until a resume, also after this command has ended
+    /// Pause the guest until a resume, also after this command has ended
     Pause(Output),
-    /// It runs again, or begins if it was started with --paused
+    /// Resume the guest, or begin its run if it was started with --paused
     Resume(Output),
-    /// Its run ends
+    /// End the guest's run
     Stop(Output),
-    /// Nothing: show the rates of its counters, period by period
+    /// Show the rates of the guest's counters, period by period
     Stat(Pacing),
-    /// Its writes are tracked: show how many pages it writes, period by period
+    /// Track the guest's writes, and show how many pages it writes, period by period
     Dirty(WritesArgs),
 }
 

@@ -1,5 +1,6 @@
 //! How the guest's writes are tracked while it is saved or moved.
 
+use super::group::MIGRATION;
 use clap::Args;
 use lacuna::dirty::{Backup, Delivery, Detection};
 use lacuna_lab::options::{Recorder, Value, named};
@@ -9,11 +10,11 @@ use lacuna_lab::options::{Recorder, Value, named};
 pub struct DirtyArgs {
     /// How writes are detected while the guest is saved or moved: pml (each vCPU logs the pages
     /// that it writes) or wp (write protection); on kvm its own choice [default: pml]
-    #[arg(long, value_name = "pml|wp", value_parser = named(DIRTY))]
+    #[arg(long, value_name = "pml|wp", value_parser = named(DIRTY), help_heading = MIGRATION)]
     pub dirty: Option<Detection>,
     /// Where writes are recorded then: bitmap (one for each memory slot) or ring (one for each
     /// vCPU) [default: bitmap]
-    #[arg(long, value_enum, value_name = "bitmap|ring")]
+    #[arg(long, value_enum, value_name = "bitmap|ring", help_heading = MIGRATION)]
     pub delivery: Option<Recorder>,
 }
 

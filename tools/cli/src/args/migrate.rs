@@ -1,5 +1,6 @@
 //! The options of `lacuna migrate`.
 
+use super::group::DECISION;
 use super::{Output, TlsArgs};
 use crate::exit::EXIT_CODES;
 use crate::size::{parse_duration, parse_rate};
@@ -51,14 +52,14 @@ pub struct MigrateArgs {
     pub bandwidth: Option<NonZeroU64>,
     /// Resume the guest at this side, if the connection was cut while the guest was handed over.
     /// First end the other side, or make sure that it has ended
-    #[arg(long, group = "decision", conflicts_with_all = MOVING)]
+    #[arg(long, group = "decision", conflicts_with_all = MOVING, help_heading = DECISION)]
     pub keep: bool,
     /// At the source: end the migration, or the attempts to connect again. At the destination, when
     /// the source has ended: wait no longer for the pages that only it had
-    #[arg(long, group = "decision", conflicts_with_all = MOVING)]
+    #[arg(long, group = "decision", conflicts_with_all = MOVING, help_heading = DECISION)]
     pub cancel: bool,
     /// At the source of a hybrid: the guest goes now, and the rest of its memory after it
-    #[arg(long, group = "decision", conflicts_with_all = MOVING)]
+    #[arg(long, group = "decision", conflicts_with_all = MOVING, help_heading = DECISION)]
     pub post_copy: bool,
     /// Where the result goes
     #[command(flatten)]

@@ -1,6 +1,7 @@
 //! The options of `lacuna pager`.
 
-use super::{Output, Pacing, PagesFrom, Patience};
+use super::group::{AHEAD, CONTROL, MEMORY, PAGES, RESTART, SECURITY};
+use super::{Output, Pacing, PagesFrom, Patience, address};
 use crate::exit::EXIT_CODES;
 use crate::size::{Size, parse_duration};
 use clap::{Args, Subcommand, ValueEnum};
@@ -33,21 +34,21 @@ pub struct PagerArgs {
     pub image: Option<PagedImage>,
     /// Move the pages of a VM to the host's swap when it has used almost no processor time for this
     /// long. Needs CAP_SYS_NICE, and swap or zram
-    #[arg(long, value_name = "TIME", value_parser = parse_duration)]
+    #[arg(long, value_name = "TIME", value_parser = parse_duration, help_heading = MEMORY)]
     pub cold_after: Option<Duration>,
     /// Keep what the next pager needs in this folder, in /run or /dev/shm. If this pager is killed,
     /// its VMs wait for the next one with the same folder
-    #[arg(long, value_name = "FOLDER")]
+    #[arg(long, value_name = "FOLDER", help_heading = RESTART)]
     pub state: Option<PathBuf>,
     /// Start this pager in a child process again and again, and keep its VMs' descriptors
     /// meanwhile, as systemd does. SIGHUP starts the program that is installed now
-    #[arg(long, requires = "state")]
+    #[arg(long, requires = "state", help_heading = RESTART)]
     pub park: bool,
     /// As lacuna run --metrics, with the counters of the pager
-    #[arg(long, value_name = "IP:PORT")]
+    #[arg(long, value_name = "IP:PORT", value_parser = address, help_heading = CONTROL)]
     pub metrics: Option<SocketAddr>,
     /// Where the result goes
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = CONTROL)]
     pub output: Output,
 }
 
@@ -62,7 +63,7 @@ pub enum PagerCommand {
 #[derive(Clone, PartialEq, Debug, Args)]
 pub struct TopArgs {
     /// Where the pager's counters are, as in lacuna pager --metrics
-    #[arg(value_name = "IP:PORT")]
+    #[arg(value_name = "IP:PORT", value_parser = address)]
     pub at: SocketAddr,
     /// Its periods
     #[command(flatten)]
@@ -84,52 +85,48 @@ pub struct PagedImage {
     pub socket: PathBuf,
     /// Where the pages of all VMs come from: zeros, file:PATH, file:BASE+DIFF, snapshot:PATH,
     /// objects:URL or peer:PATH, as in lacuna run --pages-from
-    #[arg(
-        long,
-        value_name = "SOURCE",
-        required = false,
-        required_unless_present = "config"
-    )]
+    #[arg(long, value_name = "SOURCE", required = false, required_unless_present = "config",
+          help_heading = PAGES)]
     #[serde(alias = "layers", deserialize_with = "source")]
     pub from: PagesFrom,
     /// Memory of the source [default: all that it has]
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", help_heading = PAGES)]
     #[serde(default, deserialize_with = "text")]
     pub memory: Option<Size>,
     /// How long the source may take for a page, until the page is lost; or forever [default: 10s]
-    #[arg(long, value_name = "TIME|forever")]
+    #[arg(long, value_name = "TIME|forever", help_heading = PAGES)]
     #[serde(default, deserialize_with = "text")]
     pub patience: Option<Patience>,
     /// What a VM gets that needs a lost page: poison (SIGBUS at each access), kill (its VMM is
     /// ended by SIGKILL) or hold (it waits). Never zeros [default: poison]
-    #[arg(long, value_enum, value_name = "poison|kill|hold")]
+    #[arg(long, value_enum, value_name = "poison|kill|hold", help_heading = PAGES)]
     pub when_lost: Option<Lost>,
     /// Record which pages the first VM needs, in the order of first touch; written to this file
     /// when the VM ends, and at the first signal; without the next three options
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = AHEAD)]
     pub record: Option<PathBuf>,
     /// Bring the pages of this record to each VM before it needs them
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = AHEAD)]
     pub working_set: Option<PathBuf>,
     /// Bring all pages to each VM before it needs them, those of --working-set first
-    #[arg(long)]
+    #[arg(long, help_heading = AHEAD)]
     #[serde(default)]
     pub fill: bool,
     /// The most bytes that --fill and --working-set bring in a second, to all VMs together
     /// [default: no limit]
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", help_heading = AHEAD)]
     #[serde(default, deserialize_with = "text")]
     pub fill_rate: Option<Size>,
     /// Serve the VMs of this user too; by default, only this process's user. All users can then
     /// connect, and others are refused
-    #[arg(long = "user", value_name = "UID")]
+    #[arg(long = "user", value_name = "UID", help_heading = SECURITY)]
     #[serde(default)]
     pub users: Vec<u32>,
     /// Refuse more VMs at a time
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", help_heading = SECURITY)]
     pub vms_max: Option<u64>,
     /// Refuse a VM if all VMs of the socket would have more memory together
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", help_heading = SECURITY)]
     #[serde(default, deserialize_with = "text")]
     pub memory_max: Option<Size>,
 }

@@ -1,5 +1,6 @@
 //! The options of `lacuna run`.
 
+use super::group::{DEBUGGING, GUEST, MEMORY, MIGRATION, PAGES};
 use super::{PagesFrom, Patience, RunOn, TlsArgs};
 use crate::exit::EXIT_CODES;
 use crate::size::{Size, parse_duration};
@@ -21,83 +22,83 @@ const _: () = assert!(lacuna_guest::MAX_CPUS as usize == VCPUS_MAX);
 #[derive(Clone, PartialEq, Eq, Debug, Args)]
 #[command(after_help = EXIT_CODES)]
 pub struct RunArgs {
-    /// A built-in guest, or the path of a kernel (x86-64: ELF64; AArch64: Linux's `Image`). Built
-    /// in: bm, verify, membound, touch, zipf, reads, churn, gaps, paced, diskbusy, cpubench,
-    /// litmus, maxpage, smc, random, msr, apfstorm, apfhostile, hello; for x86-64 triple; for
-    /// AArch64 traps, reset
+    /// A built-in workload (bm, verify, membound, touch, zipf, churn, paced, diskbusy, gaps, reads
+    /// or cpubench), or the path of a kernel (x86-64: ELF64; AArch64: Linux's `Image`).
+    /// docs/commands.md says what each workload does
     #[arg(
         required = false,
         required_unless_present = "incoming",
         default_value_if("incoming", ArgPredicate::IsPresent, "")
     )]
     pub image: String,
-    /// Wait at this address (unix:PATH, tcp:HOST:PORT, tls:HOST:PORT, fd:N or exec:COMMAND) for a
-    /// guest that lacuna migrate sends, and run it. The guest brings its number of processors and
-    /// its memory size
-    #[arg(long, value_name = "ADDRESS", conflicts_with_all = [
-        "image", "arch", "memory", "vcpus", "apf", "cpu", "pages_from", "seed", "append", "paused"
-    ])]
-    pub incoming: Option<Address>,
-    /// After a failed attempt of a source, say why and wait for the guest again, instead of ending
-    #[arg(long, requires = "incoming")]
-    pub wait_again: bool,
-    /// Certificates for --incoming tls:HOST:PORT
-    #[command(flatten)]
-    pub tls: TlsArgs,
     /// The processor of a built-in guest; a file says by itself which it is for [default: x86_64]
-    #[arg(long, value_name = "x86_64|arm64", value_parser = named(ARCHS))]
+    #[arg(long, value_name = "x86_64|arm64", value_parser = named(ARCHS), help_heading = GUEST)]
     pub arch: Option<Arch>,
     /// Guest memory: what the guest sees
-    #[arg(long, value_name = "SIZE", default_value = "2G")]
+    #[arg(long, value_name = "SIZE", default_value = "2G", help_heading = MEMORY)]
     pub memory: Size,
     /// Virtual processors; on soft, each takes 2.5M of this process beside --resident
     #[arg(long, value_name = "N", default_value_t = 2,
-          value_parser = clap::value_parser!(u32).range(1..=VCPUS_MAX as i64))]
+          value_parser = clap::value_parser!(u32).range(1..=VCPUS_MAX as i64),
+          help_heading = GUEST)]
     pub vcpus: u32,
     /// The host's processors on which the vCPUs' threads run, one each, as in 0-3 or 0,2
-    #[arg(long, value_name = "LIST", conflicts_with = "seed")]
+    #[arg(long, value_name = "LIST", conflicts_with = "seed", help_heading = GUEST)]
     pub pin: Option<Cores>,
     /// Whether the guest is offered asynchronous page faults
-    #[arg(long, value_name = "on|off", default_value = "on", value_parser = named(APF))]
+    #[arg(long, value_name = "on|off", default_value = "on", value_parser = named(APF),
+          help_heading = GUEST)]
     pub apf: Apf,
     /// Which processor the guest sees: host (all that the backend has) or common (what every
     /// backend has, so that a snapshot can be restored on the other one)
-    #[arg(long, value_enum, value_name = "host|common", default_value_t = Cpu::Host)]
+    #[arg(long, value_enum, value_name = "host|common", default_value_t = Cpu::Host,
+          help_heading = GUEST)]
     pub cpu: Cpu,
+    /// Words that are appended to the guest's command line
+    #[arg(long, value_name = "WORDS", default_value = "", allow_hyphen_values = true,
+          help_heading = GUEST)]
+    pub append: String,
     /// Where the guest's memory comes from, each page when it is first needed: zeros, file:PATH (a
     /// raw memory file), file:BASE+DIFF (and the diffs that Firecracker has saved after it, the
     /// oldest first), snapshot:PATH (the memory of a snapshot, in a folder or at a URL),
     /// objects:URL (a raw memory file in an object store), peer:PATH (the socket of a process that
     /// serves pages) or handler:PATH (of one that fills memory itself, with Firecracker's
     /// handshake) [default: zeros, without a source]
-    #[arg(long, value_name = "SOURCE")]
+    #[arg(long, value_name = "SOURCE", help_heading = PAGES)]
     pub pages_from: Option<PagesFrom>,
     /// As `Patience::HELP` says
-    #[arg(long, value_name = "TIME|forever", requires = "pages_from", help = Patience::HELP)]
+    #[arg(long, value_name = "TIME|forever", requires = "pages_from", help = Patience::HELP,
+          help_heading = PAGES)]
     pub patience: Option<Patience>,
     /// A vCPU that needs a page of the source exits to the run loop, instead of waiting in the
     /// engine
-    #[arg(long, requires = "pages_from")]
+    #[arg(long, requires = "pages_from", help_heading = PAGES)]
     pub exit_on_missing: bool,
-    /// Run all vCPUs on one thread under a virtual clock: the same seed gives the same run; soft
-    /// only
-    #[arg(long, value_name = "N", conflicts_with_all = ["control", "metrics", "disk"])]
-    pub seed: Option<u64>,
-    /// Interrupt the vCPUs a hundred times a second, and print which functions of the image they
-    /// were in
-    #[arg(long, conflicts_with = "seed")]
-    pub profile: bool,
-    /// Words that are appended to the guest's command line
-    #[arg(
-        long,
-        value_name = "WORDS",
-        default_value = "",
-        allow_hyphen_values = true
-    )]
-    pub append: String,
+    /// Wait at this address (unix:PATH, tcp:HOST:PORT, tls:HOST:PORT, fd:N or exec:COMMAND) for a
+    /// guest that lacuna migrate sends, and run it. The guest brings its number of processors and
+    /// its memory size
+    #[arg(long, value_name = "ADDRESS", conflicts_with_all = [
+        "image", "arch", "memory", "vcpus", "apf", "cpu", "pages_from", "seed", "append", "paused"
+    ], help_heading = MIGRATION)]
+    pub incoming: Option<Address>,
+    /// After a failed attempt of a source, say why and wait for the guest again, instead of ending
+    #[arg(long, requires = "incoming", help_heading = MIGRATION)]
+    pub wait_again: bool,
+    /// Certificates for --incoming tls:HOST:PORT
+    #[command(flatten)]
+    pub tls: TlsArgs,
     /// What does not belong to the machine
     #[command(flatten)]
     pub on: RunOn,
+    /// Run all vCPUs on one thread under a virtual clock: the same seed gives the same run; soft
+    /// only
+    #[arg(long, value_name = "N", conflicts_with_all = ["control", "metrics", "disk"],
+          help_heading = DEBUGGING)]
+    pub seed: Option<u64>,
+    /// Interrupt the vCPUs a hundred times a second, and print which functions of the image they
+    /// were in
+    #[arg(long, conflicts_with = "seed", help_heading = DEBUGGING)]
+    pub profile: bool,
 }
 
 /// `--backend`.
@@ -260,7 +261,8 @@ impl fmt::Display for SwapSpec {
 mod tests {
     use super::*;
     use crate::args::tests::parse;
-    use crate::args::{Command, JsonTarget, Output};
+    use crate::args::{Cli, Command, JsonTarget, Output};
+    use clap::CommandFactory;
     use lacuna::dirty::{Delivery, Detection};
 
     fn run(line: &str) -> RunArgs {
@@ -290,6 +292,33 @@ mod tests {
         assert_eq!(args.on.backend, Backend::Soft);
         assert_eq!(args.on.swap, None);
         assert_eq!((args.pages_from, args.exit_on_missing), (None, false));
+    }
+
+    #[test]
+    fn help_names_the_workloads_and_has_each_option_in_a_group() {
+        let mut cli = Cli::command();
+        cli.build();
+        let run = cli.find_subcommand("run").unwrap();
+        let image = run.get_arguments().find(|arg| arg.is_positional());
+        let text = image.and_then(|arg| arg.get_help()).unwrap().to_string();
+        let words: Vec<_> = text.split(|c: char| !c.is_alphanumeric()).collect();
+        let archs = [lacuna_guest::Arch::X86_64, lacuna_guest::Arch::Arm64];
+        for image in archs.iter().flat_map(|arch| arch.images()) {
+            assert_eq!(
+                words.contains(&image.name),
+                !image.is_test,
+                "{}",
+                image.name
+            );
+        }
+        let snapshot = cli.find_subcommand("snapshot").unwrap();
+        for command in [run, snapshot.find_subcommand("restore").unwrap()] {
+            for option in command.get_opts() {
+                let id = option.get_id();
+                let is_grouped = option.get_help_heading().is_some();
+                assert!(is_grouped || id == "help", "--{id}: give it a help_heading");
+            }
+        }
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! The options of `lacuna serve`.
 
+use super::group::LINK;
 use super::{Output, PagesFrom};
 use crate::exit::EXIT_CODES;
 use crate::size::{Size, parse_duration};
@@ -23,17 +24,19 @@ pub struct ServeArgs {
     pub memory: Size,
     /// Delay each request by this time, as a network would
     #[arg(long, value_name = "TIME", default_value = "0ms",
-          value_parser = parse_duration)]
+          value_parser = parse_duration, help_heading = LINK)]
     pub latency: Duration,
     /// Lose this share of the requests, 0 to 1; each is sent again 10 ms later
-    #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = share)]
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = share,
+          help_heading = LINK)]
     pub loss: f64,
     /// Hold this share of the requests back by up to twice the latency, so that later ones overtake
     /// them
-    #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = share)]
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = share,
+          help_heading = LINK)]
     pub reordering: f64,
     /// Which requests are lost or held back
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = LINK)]
     pub seed: u64,
     /// Where the result goes
     #[command(flatten)]

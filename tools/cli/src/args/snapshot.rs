@@ -1,5 +1,6 @@
 //! The options of `lacuna snapshot`.
 
+use super::group::PAGES;
 use super::{Output, Patience, RunOn};
 use crate::exit::EXIT_CODES;
 use crate::size::parse_duration;
@@ -61,25 +62,22 @@ pub struct RestoreArgs {
     pub folder: PathBuf,
     /// Start the guest at once: pages are read when it needs them, and in the background. The
     /// snapshot must stay until all are read
-    #[arg(long)]
+    #[arg(long, help_heading = PAGES)]
     pub lazy: bool,
     /// As `Patience::HELP` says
-    #[arg(long, value_name = "TIME|forever", help = Patience::HELP)]
+    #[arg(long, value_name = "TIME|forever", help = Patience::HELP, help_heading = PAGES)]
     pub patience: Option<Patience>,
     /// Record which pages the guest needs first, in their order, and write them to this file.
     /// Pages are read in the background only afterwards
-    #[arg(
-        long,
-        value_name = "FILE",
-        requires = "lazy",
-        conflicts_with = "replay"
-    )]
+    #[arg(long, value_name = "FILE", requires = "lazy", conflicts_with = "replay",
+          help_heading = PAGES)]
     pub record: Option<PathBuf>,
     /// How long to record; the end of the run ends it too [default: 10s]
-    #[arg(long, value_name = "TIME", requires = "record", value_parser = parse_duration)]
+    #[arg(long, value_name = "TIME", requires = "record", value_parser = parse_duration,
+          help_heading = PAGES)]
     pub record_for: Option<Duration>,
     /// Read the pages of this record of an earlier restore first, in their order
-    #[arg(long, value_name = "FILE", requires = "lazy")]
+    #[arg(long, value_name = "FILE", requires = "lazy", help_heading = PAGES)]
     pub replay: Option<PathBuf>,
     /// What does not belong to the machine
     #[command(flatten)]

@@ -1,5 +1,6 @@
 //! `--tls-ca`, `--tls-cert` and `--tls-key`.
 
+use super::group::MIGRATION;
 use clap::Args;
 use lacuna::migrate::transport::{Address, TlsFiles};
 use std::path::PathBuf;
@@ -8,13 +9,13 @@ use std::path::PathBuf;
 #[derive(Clone, PartialEq, Eq, Debug, Default, Args)]
 pub struct TlsArgs {
     /// For tls: the authority whose certificates the other side may have, as a PEM file
-    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    #[arg(long, value_name = "FILE", requires = "tls_cert", help_heading = MIGRATION)]
     pub tls_ca: Option<PathBuf>,
     /// For tls: this side's certificate, as a PEM file
-    #[arg(long, value_name = "FILE", requires = "tls_key")]
+    #[arg(long, value_name = "FILE", requires = "tls_key", help_heading = MIGRATION)]
     pub tls_cert: Option<PathBuf>,
     /// For tls: the private key of this side's certificate, as a PEM file
-    #[arg(long, value_name = "FILE", requires = "tls_ca")]
+    #[arg(long, value_name = "FILE", requires = "tls_ca", help_heading = MIGRATION)]
     pub tls_key: Option<PathBuf>,
 }
 

@@ -216,7 +216,10 @@ pub const TABLE: &[Row] = &[
         Nothing,
         "$LACUNA run triple --arch arm64",
         2,
-        &["triple: neither a built-in guest (bm, "],
+        &[
+            "triple: neither a built-in guest nor a file to read",
+            "workloads are bm, ",
+        ],
     ),
     (
         Nothing,
@@ -229,7 +232,7 @@ pub const TABLE: &[Row] = &[
         Nothing,
         "$LACUNA run nosuch",
         2,
-        &["neither a built-in guest (bm, "],
+        &["neither a built-in guest nor a file", "are bm, verify, "],
     ),
     (
         Nothing,
