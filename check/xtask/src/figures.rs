@@ -2,13 +2,16 @@
 //!
 //! ```text
 //! lacuna lab PART --json out.json ─► cargo xtask figures --add out.json ─► docs/figures.json
-//! docs/figures.json ─► cargo xtask figures ─► tables and numbers between markers in every page
+//! docs/figures.json ─► cargo xtask figures ─┬► tables and numbers between markers in every page
+//!                   │                       └► docs/report: a page with plots, and pictures
 //!                   └► cargo xtask tidy: a page that differs is a finding
 //! ```
 //! The file has one entry for each run of the lab ([`runs`]). A figure may have several runs, hours
-//! apart, and a run may have only some experiments. [`pages`] describes the markers.
+//! apart, and a run may have only some experiments. [`pages`] describes the markers, [`mod@report`]
+//! draws the report.
 
 mod pages;
+mod report;
 mod runs;
 
 use std::path::{Path, PathBuf};
@@ -22,8 +25,11 @@ use runs::Runs;
 /// The file, from the root of the workspace.
 const PATH: &str = "docs/figures.json";
 
+/// What is wrong with a page that differs.
+const STALE: &str = "not what docs/figures.json has: run `cargo xtask figures`";
+
 const HELP: &str = "\
-usage: cargo xtask figures                             renew the figures in all pages
+usage: cargo xtask figures                             renew all pages and docs/report
        cargo xtask figures --add FILE [--commit NAME]  add a run of the lab, then renew them
 
 FILE is what `lacuna lab ... --json FILE` wrote; NAME is the commit that was measured (default:
@@ -70,7 +76,8 @@ fn add(file: &str, commit: &str) -> Result<String, String> {
     renew(root)
 }
 
-/// Renews the pages below `root`. Returns the names of the changed ones, a line each.
+/// Renews the pages below `root`, and the report. Returns the names of the changed files, a line
+/// each.
 fn renew(root: &Path) -> Result<String, String> {
     let runs = Runs::parse(&read(&root.join(PATH))?).map_err(|why| format!("{PATH}: {why}"))?;
     let mut changed = String::new();
@@ -82,6 +89,14 @@ fn renew(root: &Path) -> Result<String, String> {
         }
         if renewed != text {
             write(&path, &renewed)?;
+            changed.push_str(&format!("renewed {}\n", path.display()));
+        }
+    }
+    for (path, text) in report::files(&runs) {
+        let path = root.join(path);
+        if fs::read_to_string(&path).ok().as_deref() != Some(&text) {
+            fs::create_dir_all(path.parent().unwrap_or(root)).map_err(|error| error.to_string())?;
+            write(&path, &text)?;
             changed.push_str(&format!("renewed {}\n", path.display()));
         }
     }
@@ -106,8 +121,12 @@ pub fn check(root: &Path) -> io::Result<Vec<Finding>> {
             let mut lines = (1..).zip(renewed.lines().zip(text.lines()));
             let differs = lines.find(|(_, (new, old))| new != old);
             let line = differs.map_or(0, |(line, _)| line);
-            let what = format!("not what {PATH} has: run `cargo xtask figures`");
-            findings.push(Finding::at(&name, line, what));
+            findings.push(Finding::at(&name, line, STALE));
+        }
+    }
+    for (path, text) in report::files(&runs) {
+        if fs::read_to_string(root.join(&path)).ok().as_deref() != Some(&text) {
+            findings.push(Finding::of(&path.to_string_lossy(), STALE));
         }
     }
     Ok(findings)
@@ -170,7 +189,8 @@ mod tests {
     fn a_page_is_renewed_and_then_agrees() {
         let dir = workspace("one\nIt is <!--= a.b-->1.00<!--/--> times.\n");
         let findings = check(dir.path()).unwrap();
-        assert_eq!(findings.len(), 1);
+        let report = findings[1].to_string();
+        assert!(report.starts_with("docs/report/index.html"), "{report}");
         let text = findings[0].to_string();
         assert!(text.starts_with("docs/page.md:2: not what"), "{text}");
         assert!(renew(dir.path()).unwrap().contains("docs/page.md"));

@@ -175,6 +175,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna",
             "lacuna-addr",
             "lacuna-pager",
+            "lacuna-report",
             "lacuna-source",
             "lacuna-sys",
             "lacuna-soft",
@@ -210,8 +211,11 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-offload",
             "lacuna-pager",
             "lacuna-pager-test",
+            "lacuna-report",
         ],
     ),
+    // It reads the lab's JSON, so that `xtask` needs no other crate for the committed report.
+    ("lacuna-report", &[]),
     (
         "lacuna-fuzz",
         &[
@@ -254,7 +258,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("lacuna-a64", &[]),
     ("lacuna-skip", &["lacuna-skip-attribute"]),
     ("lacuna-skip-attribute", &[]),
-    ("xtask", &[]),
+    ("xtask", &["lacuna-report"]),
 ];
 
 /// A crate's permission for `unsafe`.

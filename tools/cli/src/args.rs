@@ -36,7 +36,7 @@ mod tls;
 
 pub use ctl::{CtlArgs, CtlCommand, Pacing, WritesArgs};
 pub use dirty::{DIRTY, DirtyArgs};
-pub use lab::{Chosen, Experiment, LabArgs, Name, Parts, arch_of};
+pub use lab::{Chosen, Experiment, LabArgs, Name, Parts, arch_of, repeats};
 pub use machine::RunOn;
 pub use memory::WrongMemory;
 pub use migrate::{MODES, MigrateArgs};

@@ -6,6 +6,7 @@ use std::io::IsTerminal;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
+pub(crate) use lacuna_report::digits as figure;
 
 use crate::experiment::LabResult;
 use crate::interrupt;
@@ -116,17 +117,6 @@ pub fn time(ns: u64) -> String {
     }
 }
 
-/// At least three significant digits and never an exponent, because readers compare figures by eye.
-pub(crate) fn figure(value: f64) -> String {
-    let decimals = match value.abs() {
-        size if size >= 100.0 => 0,
-        size if size >= 10.0 => 1,
-        size if size >= 1.0 || size == 0.0 => 2,
-        _ => 3,
-    };
-    format!("{value:.decimals$}")
-}
-
 /// `rows` in columns, two spaces apart. The first and the last column are flush left, the others
 /// flush right.
 pub(crate) fn align<R: AsRef<[String]>>(rows: &[R]) -> String {
@@ -209,15 +199,6 @@ impl Drop for Progress {
 mod tests {
     use super::*;
     use crate::stats::Summary;
-
-    #[test]
-    fn figures_have_three_digits() {
-        let figures = [0.0, 0.384, 1.0, 19.951, 840.4, 12345.6, -3.256].map(figure);
-        assert_eq!(
-            figures,
-            ["0.00", "0.384", "1.00", "20.0", "840", "12346", "-3.26"]
-        );
-    }
 
     #[test]
     fn words_come_before_the_table_and_details_after_it() {

@@ -13,9 +13,10 @@
 //! not be measured is listed as skipped, with the reason. It never counts as passed.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use lacuna::Arch;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
 use crate::host_info::HostInfo;
@@ -32,6 +33,9 @@ pub struct Report {
     pub schema: u32,
     /// Where it was measured.
     pub host: HostInfo,
+    /// The commit that the program was built from; empty if it is not known.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub commit: String,
     /// The command line that reproduces it.
     pub command: String,
     /// What was measured, and the findings in words: paragraphs.
@@ -42,6 +46,9 @@ pub struct Report {
     /// What was not measured, and why.
     #[serde(default)]
     pub skipped: Vec<Skipped>,
+    /// The finished experiments, in their order.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub finished: Vec<Finished>,
     /// Why the command ended before everything was measured; absent when everything was.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ended_early: Option<String>,
@@ -59,10 +66,12 @@ impl Report {
         Self {
             schema: SCHEMA,
             host: HostInfo::detect(),
+            commit: String::new(),
             command: command.into(),
             about: Vec::new(),
             results: Vec::new(),
             skipped: Vec::new(),
+            finished: Vec::new(),
             ended_early: None,
             details: Vec::new(),
             prefix: "",
@@ -110,6 +119,28 @@ impl Report {
         });
     }
 
+    /// Notes that an experiment has ended after `took`; `command` repeats it.
+    pub fn finish(&mut self, command: String, took: Duration) {
+        self.finished.push(Finished {
+            command,
+            seconds: took.as_secs_f64().round(),
+            results: self.results.len(),
+            skipped: self.skipped.len(),
+            about: self.about.len(),
+        });
+    }
+
+    /// Drops what was added after the end of the last finished experiment.
+    pub fn keep_finished(&mut self) {
+        let [results, skipped, about] = self
+            .finished
+            .last()
+            .map_or([0; 3], |last| [last.results, last.skipped, last.about]);
+        self.results.truncate(results);
+        self.skipped.truncate(skipped);
+        self.about.truncate(about);
+    }
+
     /// The results whose bar was missed.
     pub fn missed(&self) -> impl Iterator<Item = &Measurement> {
         self.results
@@ -139,6 +170,21 @@ pub fn command_line() -> String {
     std::env::args().collect::<Vec<_>>().join(" ")
 }
 
+/// A finished experiment of a report.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Finished {
+    /// The command that repeats it alone.
+    pub command: String,
+    /// Its time, in seconds.
+    pub seconds: f64,
+    /// The results of the report up to its end.
+    pub results: usize,
+    /// The skipped results up to its end.
+    pub skipped: usize,
+    /// The paragraphs up to its end.
+    pub about: usize,
+}
+
 /// A result that could not be measured here.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Skipped {
@@ -165,10 +211,13 @@ pub struct Measurement {
     /// `experiment.measure.variant`.
     pub id: String,
     /// The median.
+    #[serde(deserialize_with = "number")]
     pub value: f64,
     /// Lower end of its interval.
+    #[serde(deserialize_with = "number")]
     pub min: f64,
     /// Upper end of its interval.
+    #[serde(deserialize_with = "number")]
     pub max: f64,
     /// The number of runs behind it.
     pub runs: usize,
@@ -273,6 +322,11 @@ impl Measurement {
     }
 }
 
+/// A number; `null`, which stands for an infinite one, is infinite.
+fn number<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or(f64::INFINITY))
+}
+
 /// An arm's own figures, for [`Measurement::arm`].
 impl From<Summary> for Value {
     fn from(summary: Summary) -> Self {
@@ -329,6 +383,21 @@ mod tests {
         let one = measured("a.b", Better::Lower, 1.0, 1.0);
         report.push(one.clone());
         report.push(one);
+    }
+
+    #[test]
+    fn only_finished_experiments_are_kept() {
+        let mut report = Report::new("lacuna lab");
+        report.push(measured("a.b", Better::Lower, 1.0, f64::INFINITY));
+        report.say("a");
+        report.finish("lacuna lab a".into(), Duration::from_secs(3));
+        let first = report.clone();
+        report.push(measured("c.d", Better::Lower, 1.0, 1.0));
+        report.skip("c.e", "no guest");
+        report.say("c");
+        let mut read: Report = serde_json::from_str(&report.to_json()).unwrap();
+        read.keep_finished();
+        assert_eq!(read, first, "an infinite value is read again");
     }
 
     #[test]

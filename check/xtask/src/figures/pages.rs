@@ -10,6 +10,8 @@
 
 use std::fmt::Write;
 
+use lacuna_report::digits;
+
 use super::runs::{Figure, Runs};
 
 const INLINE: &str = "<!--= ";
@@ -135,17 +137,6 @@ fn row(id: &str, figure: &Figure) -> [String; 9] {
         words.join(", "),
         format!("{} {}", figure.date, figure.commit),
     ]
-}
-
-/// At least three significant digits and never an exponent, as the lab prints them.
-fn digits(value: f64) -> String {
-    let decimals = match value.abs() {
-        size if size >= 100.0 => 0,
-        size if size >= 10.0 => 1,
-        size if size >= 1.0 || size == 0.0 => 2,
-        _ => 3,
-    };
-    format!("{value:.decimals$}")
 }
 
 /// `rows` in columns, two spaces apart: the first and the last two flush left, the others right.

@@ -13,20 +13,24 @@
 //! Its value is the median of their medians. Its range goes from the lowest lower end to the
 //! highest upper end.
 
+use lacuna_report::repeatable;
 use serde_json::{Map, Value};
 use std::fmt::Write;
 
 /// The kept fields of a result.
-const FIELDS: [&str; 10] = [
+const FIELDS: [&str; 13] = [
     "id",
     "value",
     "min",
     "max",
     "runs",
     "unit",
+    "better",
     "bar",
     "wanted",
     "met",
+    "reference",
+    "reference_source",
     "simulated",
 ];
 /// The kept fields of a run.
@@ -50,6 +54,12 @@ pub struct Figure {
     /// Whether each run has met the bar; nothing without a bar, or if a run could not decide.
     pub met: Option<bool>,
     pub simulated: bool,
+    /// `higher` or `lower`.
+    pub better: Option<String>,
+    pub reference: Option<f64>,
+    pub reference_source: Option<String>,
+    /// The command of its last run.
+    pub command: String,
     /// The newest commit that has it, and the day of its last run.
     pub commit: String,
     pub date: String,
@@ -107,17 +117,11 @@ impl Runs {
         let date = text("date").get(..10).unwrap_or("unknown").to_owned();
         let cores = host["cores"].as_u64().unwrap_or(0);
         let host = format!("{}, {cores} cores, Linux {}", text("cpu"), text("kernel"));
-        // The program's path has no meaning elsewhere.
-        let words = command.split_whitespace().skip(1);
-        let words: Vec<&str> = words.take_while(|word| *word != "--json").collect();
         let mut run = Map::new();
         run.insert("commit".into(), commit.into());
         run.insert("date".into(), date.into());
         run.insert("host".into(), host.into());
-        run.insert(
-            "command".into(),
-            format!("lacuna {}", words.join(" ")).into(),
-        );
+        run.insert("command".into(), repeatable(&command).into());
         run.insert("results".into(), report["results"].take());
         self.0.push(Value::Object(run));
         Self::parse(&self.to_json()).map(drop)
@@ -186,6 +190,10 @@ impl Runs {
                 met.into_iter().collect::<Option<Vec<_>>>().map(|_| true)
             },
             simulated: last["simulated"].as_bool().unwrap_or(false),
+            better: last["better"].as_str().map(str::to_owned),
+            reference: last["reference"].as_f64(),
+            reference_source: last["reference_source"].as_str().map(str::to_owned),
+            command: about(newest, "command").to_owned(),
             commit: commit.to_owned(),
             date: about(newest, "date").to_owned(),
         })
@@ -280,7 +288,7 @@ mod tests {
         );
         let result = concat!(
             r#"{"id":"thp.call","value":9.0,"min":8.0,"max":10.0,"runs":15,"unit":"x","#,
-            r#""bar":5.0,"met":true}"#
+            r#""better":"higher","bar":5.0,"met":true,"reference":5.0}"#
         );
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines, ["{\"runs\":[", about, result, "]}", "]}"]);

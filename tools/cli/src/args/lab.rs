@@ -2,22 +2,24 @@
 
 use super::Output;
 use crate::exit::EXIT_CODES;
-use clap::{Args, ValueEnum};
+use clap::{ArgGroup, Args, ValueEnum};
 use lacuna::Arch;
-use lacuna_lab::options::{ARCHS, named};
+use lacuna_lab::options::{ARCHS, name_of, named};
+use std::path::PathBuf;
 use std::str::FromStr;
 
 /// `lacuna lab`.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Args)]
-#[command(after_help = EXIT_CODES)]
+#[command(after_help = EXIT_CODES, group = ArgGroup::new("chosen").multiple(true))]
 pub struct LabArgs {
     /// Experiments (apf, apf-arm64, thp, pml, paging, postcopy, restore, migrate, pager, letters,
     /// base), or parts (pml.score). Without a name: a first look at each mechanism, in less than a
     /// minute
+    #[arg(group = "chosen")]
     pub experiments: Vec<Name>,
     /// All experiments that compare a mechanism with its absence: all but base and letters (more
-    /// than an hour)
-    #[arg(long, conflicts_with = "experiments")]
+    /// than an hour; it says how long before it begins)
+    #[arg(long, conflicts_with = "experiments", group = "chosen")]
     pub full: bool,
     /// Fewer and shorter rounds: for CI, not for figures to quote
     #[arg(long)]
@@ -33,6 +35,24 @@ pub struct LabArgs {
     /// Where the result goes
     #[command(flatten)]
     pub output: Output,
+    /// Write a report to this file: one HTML page with plots, which needs no network
+    #[arg(long, value_name = "FILE")]
+    pub report: Option<PathBuf>,
+    /// Print a table in Markdown, for pasting, instead of text
+    #[arg(long)]
+    pub markdown: bool,
+    /// Show the run that `--json` has saved in this file beside this one, and name the figures
+    /// whose intervals do not overlap
+    #[arg(long, value_name = "FILE")]
+    pub compare: Option<PathBuf>,
+    /// Measure nothing: show the run that `--json` has saved in this file
+    #[arg(long, value_name = "FILE",
+          conflicts_with_all = ["chosen", "quick", "scale", "arch", "json", "resume"])]
+    pub from: Option<PathBuf>,
+    /// Continue an interrupted run after its last finished experiment: with the results that are in
+    /// the file of --json, on the same host and commit
+    #[arg(long, requires_all = ["json", "chosen"])]
+    pub resume: bool,
 }
 
 /// An experiment with its chosen parts; no part means all of them.
@@ -158,6 +178,22 @@ pub enum Experiment {
     Base,
 }
 
+/// The command that repeats an experiment alone.
+pub fn repeats(args: &LabArgs, (experiment, parts): &Parts) -> String {
+    let value = experiment.to_possible_value();
+    let name = value.map_or(String::new(), |value| value.get_name().to_owned());
+    let mut words = vec!["lacuna lab".to_owned()];
+    match &parts[..] {
+        [] => words.push(name),
+        parts => words.extend(parts.iter().map(|part| format!("{name}.{part}"))),
+    }
+    words.extend(args.quick.then(|| "--quick".to_owned()));
+    words.extend(args.scale.map(|scale| format!("--scale {scale}")));
+    let arch = args.arch.map(|arch| name_of(&ARCHS, &arch));
+    words.extend(arch.map(|name| format!("--arch {name}")));
+    words.join(" ")
+}
+
 impl Experiment {
     /// The experiments that compare a mechanism with its absence.
     const SYSTEMS: [Self; 9] = [
@@ -171,6 +207,23 @@ impl Experiment {
         Self::Migrate,
         Self::Pager,
     ];
+
+    /// About how long it takes in `--full`, on two idle cores. `finished` in the JSON of a run has
+    /// the measured times.
+    pub const fn minutes(self) -> u64 {
+        match self {
+            Self::Apf => 10,
+            Self::ApfArm64 => 12,
+            Self::Thp => 10,
+            Self::Pml => 30,
+            Self::Paging => 10,
+            Self::Postcopy => 5,
+            Self::Restore => 3,
+            Self::Migrate => 8,
+            Self::Pager => 2,
+            Self::Base | Self::Letters => 0,
+        }
+    }
 
     /// The parts without an arm64 form.
     const fn only_x86(self) -> &'static [&'static str] {

@@ -5,6 +5,7 @@ mod ctl;
 mod demand_paging;
 mod guest;
 mod handler;
+mod lab;
 mod metrics;
 mod migrate;
 mod monitors;
