@@ -5,6 +5,7 @@ use crate::message::{
     Writes,
 };
 use crate::refused::Refused;
+use crate::settings::{MapRequest, PageMap, SetRequest, Settings};
 use lacuna::ErrorKind;
 use lacuna::migrate::session::{Migrated, OutgoingProgress};
 use lacuna::migrate::transport::is_socket;
@@ -146,6 +147,24 @@ impl Client {
         }
     }
 
+    /// What may be changed while the guest runs, and the values at present.
+    pub fn settings(&mut self) -> Result<Settings, AskError> {
+        self.settings_after(&Request::Settings {})
+    }
+
+    /// Changes settings while the guest runs, all or none of them, and returns them.
+    pub fn set(&mut self, request: SetRequest) -> Result<Settings, AskError> {
+        self.settings_after(&Request::Set(request))
+    }
+
+    /// A map of the guest's memory in at most `cells` cells, 1 to 4096.
+    pub fn map(&mut self, cells: u32) -> Result<PageMap, AskError> {
+        match self.ask(&Request::Map(MapRequest { cells }), &mut |_| {})? {
+            Answer::Map(map) => Ok(map),
+            _ => Err(self.other()),
+        }
+    }
+
     /// Saves the guest. `each` gets the progress, ten times a second.
     pub fn save(
         &mut self,
@@ -198,6 +217,13 @@ impl Client {
                 _ => Err(self.other()),
             }))
         }))
+    }
+
+    fn settings_after(&mut self, request: &Request) -> Result<Settings, AskError> {
+        match self.ask(request, &mut |_| {})? {
+            Answer::Settings(settings) => Ok(settings),
+            _ => Err(self.other()),
+        }
     }
 
     fn state_after(&mut self, request: &Request) -> Result<Status, AskError> {

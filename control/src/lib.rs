@@ -39,7 +39,7 @@
 //!
 //! | file | job |
 //! |---|---|
-//! | `message`, `refused` | requests and answers; errors |
+//! | `message`, `settings`, `detection`, `refused` | requests and answers; errors |
 //! | `client` | the other side |
 //! | `socket`, `lines` | the socket, its connections, and their lines |
 //! | `client_actions` | what clients have done to the run |
@@ -56,9 +56,11 @@ mod awaiting;
 mod client;
 mod client_actions;
 mod controlled;
+mod detection;
 mod lines;
 mod message;
 mod refused;
+mod settings;
 mod socket;
 pub mod store;
 mod threads;
@@ -71,5 +73,6 @@ pub use message::{
     MoveRequest, PROTOCOL, Pages, SaveRequest, Saved, Saving, State, Status, WatchRequest, Writes,
 };
 pub use refused::Refused;
+pub use settings::{MapCell, PageMap, SetRequest, Setting, Settings};
 pub use socket::ControlSocket;
 pub use words::{missing_in_words, undecided_at_destination};

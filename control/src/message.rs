@@ -1,6 +1,8 @@
 //! Requests and answers of a control socket: each is a JSON object on a line of its own.
 
+use crate::detection;
 use crate::refused::Refused;
+use crate::settings::{MapRequest, PageMap, SetRequest, Settings};
 use lacuna::dirty::Detection;
 use lacuna::migrate::session::{IncomingProgress, Migrated, OutgoingProgress};
 use lacuna::migrate::stream::{Compression, Mode};
@@ -33,6 +35,9 @@ pub(crate) enum Request {
     Keep {},
     Stat {},
     Dirty(WatchRequest),
+    Settings {},
+    Set(SetRequest),
+    Map(MapRequest),
 }
 
 /// Which snapshot a client asks for.
@@ -113,6 +118,10 @@ pub(crate) enum Answer {
     Stat(BTreeMap<String, Number>),
     /// The last answer to `dirty`: the last period.
     Dirty(Writes),
+    /// The last answer to `settings` and `set`.
+    Settings(Settings),
+    /// The last answer to `map`.
+    Map(PageMap),
     /// The last answer to a refused or failed request.
     Error(Refused),
 }
@@ -252,32 +261,6 @@ pub struct Saved {
     pub downtime_us: u64,
 }
 
-/// The names of [`Detection`] in JSON, as `lacuna run --dirty` takes them.
-mod detection {
-    use lacuna::dirty::Detection;
-    use serde::{Deserialize, Deserializer, Serialize, Serializer};
-
-    #[derive(Serialize, Deserialize)]
-    #[serde(remote = "Detection")]
-    enum Name {
-        #[serde(rename = "wp")]
-        WriteProtect,
-        #[serde(rename = "pml")]
-        Pml,
-    }
-
-    #[derive(Serialize, Deserialize)]
-    struct Named(#[serde(with = "Name")] Detection);
-
-    pub fn serialize<S: Serializer>(value: &Option<Detection>, to: S) -> Result<S::Ok, S::Error> {
-        value.map(Named).serialize(to)
-    }
-
-    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Detection>, D::Error> {
-        Ok(Option::deserialize(from)?.map(|Named(value)| value))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -304,6 +287,18 @@ mod tests {
                 }),
             ),
             (
+                r#"{"command":"set","huge_pages":false,"resident_bytes":8192}"#,
+                Request::Set(SetRequest {
+                    huge_pages: Some(false),
+                    resident_bytes: Some(8192),
+                    ..SetRequest::default()
+                }),
+            ),
+            (
+                r#"{"command":"map","cells":7}"#,
+                Request::Map(MapRequest { cells: 7 }),
+            ),
+            (
                 r#"{"command":"dirty","detect":"wp","count":null}"#,
                 Request::Dirty(WatchRequest {
                     detect: Some(Detection::WriteProtect),
@@ -315,6 +310,11 @@ mod tests {
             let line = serde_json::to_string(&request).unwrap();
             assert_eq!(parse(&line).unwrap(), request, "{line}");
         }
+    }
+
+    #[test]
+    fn other_lines_are_no_requests() {
+        let parse = |line: &str| serde_json::from_str::<Request>(line);
         for (line, reason) in [
             ("", "EOF"),
             ("{", "EOF"),

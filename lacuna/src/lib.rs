@@ -34,10 +34,9 @@
 //! | read and write guest memory | [`GuestMemory`]; by rust-vmm's traits: [`vm_memory`] |
 //! | add, move or remove memory; share it with another process | [`MemorySlots`]; [`memory`] |
 //! | learn which pages the guest has written | [`LogReader`], [`dirty`] |
-//! | read or export the counters | [`Vm::metrics`] |
-//! | hold all vCPUs for a while | [`Running::pause`] |
+//! | read or export the counters; change settings of a running VM | [`Vm::metrics`]; [`settings`] |
 //! | start a guest whose memory is elsewhere | a page [`source`], [`MissingMemory`] |
-//! | make vCPUs return to the VMM; end the guest | [`Kick`]; [`Running::stop`] |
+//! | hold all vCPUs for a while, make them return, end the guest | [`Running`]; [`Kick`] |
 //! | save a vCPU, and restore it here or elsewhere | [`SaveRestore`], [`state`] |
 //! | save a guest; move it to another process, or the other backend | [`migrate`]; [`CpuModel`] |
 //!
@@ -64,6 +63,7 @@ pub mod metrics;
 pub mod migrate;
 pub mod missing;
 pub mod objects;
+pub mod settings;
 pub mod soft;
 pub mod source;
 pub mod state;

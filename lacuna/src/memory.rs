@@ -26,12 +26,12 @@
 //! `SIGRTMIN+5` on that has no handler. Kicks of vCPUs are another signal's:
 //! [`kvm`](crate::kvm#signals).
 
-pub use lacuna_addr::NoRoom;
+pub use lacuna_addr::{NoRoom, PageStates};
 pub use lacuna_host::{
     Host, HostError, HostStats, HugePages, LatencySetting, LinuxBacking, LinuxError, LogNormal,
     MemoryKind, PrivateFile, SharedFill, SharedMemory, Swap,
 };
 pub use lacuna_machine::{
-    Balloon, HugePagePolicy, MemoryError, MemoryFaultFlags, MemorySlot, MemorySlotError, PageOut,
-    SharedFile, SlotError, SlotFlags, SlotId,
+    Balloon, HugePagePolicy, MemoryError, MemoryFaultFlags, MemorySlot, MemorySlotError, PageMap,
+    PageOut, SharedFile, SlotError, SlotFlags, SlotId,
 };

@@ -2,4 +2,5 @@
 //! Prometheus reads. What happens, rather than how often, are events of the crate `tracing`, with
 //! targets such as `lacuna::fault`: `docs/metrics.md` has a table of them.
 
+pub use lacuna_machine::VcpuTimes;
 pub use lacuna_metrics::{Kind, Metric, Metrics, Sample, Summary, Value};

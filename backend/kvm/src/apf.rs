@@ -27,6 +27,7 @@ use lacuna_machine::{GuestMemory as _, StateError, VcpuState};
 use lacuna_sync::{Clock as _, HostClock, Nanos};
 use std::cell::OnceCell;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// The async page faults of one vCPU.
 pub struct VcpuApf {
@@ -160,6 +161,8 @@ impl VcpuApf {
             let why = format!("cannot notify the guest of a page: {error}");
             self.failed.get_or_insert(why);
         }
+        let in_flight = self.queue.stats().in_flight;
+        vcpu.vm.apf_in_flight[vcpu.index].store(in_flight, Ordering::Relaxed);
         #[cfg(debug_assertions)]
         self.queue.verify();
         result
@@ -197,7 +200,8 @@ impl VcpuApf {
 
     /// Whether [`VcpuApf::not_present`] would notify the guest now.
     pub fn can_notify(&mut self, gfn: Gfn, vcpu: &ExitedVcpu<'_>) -> bool {
-        self.is_enabled() && self.with(vcpu, |queue, _, call| queue.can_notify(gfn, call))
+        let is_on = self.is_enabled() && !vcpu.vm.apf_paused.load(Ordering::Relaxed);
+        is_on && self.with(vcpu, |queue, _, call| queue.can_notify(gfn, call))
     }
 
     /// Delivers page-not-present for `gfn`. `None`: it cannot be delivered now.
@@ -207,7 +211,7 @@ impl VcpuApf {
         access: Access,
         vcpu: &ExitedVcpu<'_>,
     ) -> Option<Completion> {
-        if !self.is_enabled() {
+        if !self.is_enabled() || vcpu.vm.apf_paused.load(Ordering::Relaxed) {
             return None;
         }
         let answer = self.with(vcpu, |queue, now, call| {

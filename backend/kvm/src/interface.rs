@@ -1,12 +1,15 @@
 //! [`Vm`] implements the traits of `lacuna_machine`'s backend interface.
 
+mod settings;
+
 use crate::error::KvmError;
 use crate::mapping::Mapping;
 use crate::slots::{KvmSlot, Refusal, SlotSpec, check_address, check_slot, spec_of};
 use crate::vcpu::Vcpu;
 use crate::vm::Vm;
 use crate::{arch, boot, ioeventfd};
-use lacuna_addr::{Gfn, GfnRange, PAGE_SIZE, PageCount};
+use lacuna_addr::{Gfn, GfnRange, PAGE_SIZE, PageCount, PageStates};
+use lacuna_machine::settings::{MemorySettings, Settings};
 use lacuna_machine::{
     ApfSwitch, Backend, Balloon, DetectedBy, DetectionChoice, DirtyRings, DirtyTracking,
     ExitCounters, GuestWrite, HugePagePolicy, Image, Input, InterruptController, InterruptError,
@@ -14,11 +17,12 @@ use lacuna_machine::{
     MissingMemory, Msi, SharedFile, SharedState, StateError, TwoStepLog, VcpuStats, VmConfig,
     VmStats, check_reserved,
 };
-use lacuna_metrics::Metrics;
+use lacuna_metrics::{Kind, Metrics, Value};
 use lacuna_slots::{Delivery, DirtyError, Logging, SlotError, SlotFlags, SlotId};
 use std::fmt;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 impl fmt::Debug for Vm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -83,6 +87,13 @@ impl lacuna_machine::Vm for Vm {
         let mut metrics = Metrics::default();
         self.stats().fill(&mut metrics);
         self.memory.host.stats().fill(&mut metrics, &[]);
+        if self.own_apf.is_some() {
+            let of = ("lacuna_apf_in_flight", "Faults in flight.", Kind::Gauge);
+            for (vcpu, in_flight) in self.apf_in_flight.iter().enumerate() {
+                let value = Value::Whole(in_flight.load(Ordering::Relaxed));
+                metrics.add(of, &[("vcpu", &*vcpu.to_string())], value);
+            }
+        }
         metrics
     }
 
@@ -108,9 +119,22 @@ impl lacuna_machine::Vm for Vm {
         self.memory.handler().is_none().then_some(self)
     }
 
-    /// `None`: CPUID offers asynchronous page faults for the VM's whole life.
+    /// `None`: KVM delivers the events. It has no switch, and to write the guest's register would
+    /// lose the tokens in flight.
     fn apf_switch(&self) -> Option<&dyn ApfSwitch> {
-        None
+        self.own_apf.is_some().then_some(self)
+    }
+
+    fn settings(&self) -> Settings {
+        self.present_settings()
+    }
+
+    fn memory_settings(&self) -> &dyn MemorySettings {
+        self
+    }
+
+    fn page_states(&self, gfns: GfnRange) -> PageStates {
+        self.states_of(gfns)
     }
 }
 

@@ -415,12 +415,13 @@ impl Memory {
         match &self.kind {
             Kind::Frames(_) => PageCount::new(self.host.stats().resident),
             Kind::Linux { .. } if self.has_source => self.host.linux_pages(),
-            Kind::Linux { .. } => {
-                let pagemap = self.pagemap.as_ref();
-                let present = pagemap.and_then(|pagemap| pagemap.present(self.addresses).ok());
-                PageCount::new(present.unwrap_or(0))
-            }
+            Kind::Linux { .. } => PageCount::new(self.present(self.addresses).unwrap_or(0)),
         }
+    }
+
+    /// Pages of `range` in memory, by the page table; `None` if it cannot be read.
+    pub fn present(&self, range: HvaRange) -> Option<u64> {
+        self.pagemap.as_ref()?.present(range).ok()
     }
 }
 

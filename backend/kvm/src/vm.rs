@@ -26,7 +26,7 @@ use lacuna_machine::{
 };
 use lacuna_slots::{Delivery, DirtyError, RingSize, SlotFlags, SlotId};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 
 /// One virtual machine.
 pub struct Vm {
@@ -50,6 +50,10 @@ pub struct Vm {
     /// The features of KVM's leaf of CPUID, if the host side of the guest's async page faults is in
     /// this process. Otherwise it is KVM.
     pub(crate) own_apf: Option<u32>,
+    /// Whether these faults are switched off: the guest gets no page-not-present.
+    pub(crate) apf_paused: AtomicBool,
+    /// Each vCPU's tokens in flight of these faults.
+    pub(crate) apf_in_flight: Box<[AtomicU64]>,
     pub(crate) log_readers: LogReaders,
     pub(crate) interrupt_lines: InterruptLines,
     pub(crate) eventfds: EventFds,
@@ -99,6 +103,8 @@ impl Vm {
             exits: (0..config.vcpus).map(|_| ExitCounters::default()).collect(),
             booted: AtomicBool::new(false),
             own_apf,
+            apf_paused: AtomicBool::new(false),
+            apf_in_flight: (0..config.vcpus).map(|_| AtomicU64::new(0)).collect(),
             log_readers: LogReaders::default(),
             interrupt_lines: InterruptLines::new(config.arch),
             eventfds: EventFds::default(),

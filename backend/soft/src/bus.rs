@@ -2,6 +2,7 @@
 
 use crate::error::SoftError;
 use crate::mmu::Format;
+use crate::stall::{FaultKind, SAMPLED};
 use crate::vm::Vm;
 use lacuna_addr::{Access, Gfn, Level, PAGE_SHIFT};
 use lacuna_cpu::{Bus, HostPage, Stop, Stores};
@@ -53,6 +54,8 @@ pub(crate) struct SoftBus<F> {
     index: usize,
     vcpu_mmu: VcpuMmu,
     pub(crate) blocked: Option<Blocked>,
+    /// Faults so far.
+    faults: u64,
 }
 
 impl<F: Format> SoftBus<F> {
@@ -66,6 +69,7 @@ impl<F: Format> SoftBus<F> {
             index,
             vcpu_mmu,
             blocked: None,
+            faults: 0,
         })
     }
 }
@@ -116,6 +120,34 @@ impl<F: MmuFormat> SoftBus<F> {
     /// for every walk, even if the walk finds the page.
     #[inline(never)]
     fn fault(&mut self, gfn: Gfn, access: Access) -> Result<HostPage, Stop> {
+        self.faults = self.faults.wrapping_add(1);
+        if self.faults.is_multiple_of(SAMPLED) {
+            return self.measured_fault(gfn, access);
+        }
+        self.unmeasured_fault(gfn, access)
+    }
+
+    /// As [`SoftBus::fault`], with its time.
+    #[cold]
+    fn measured_fault(&mut self, gfn: Gfn, access: Access) -> Result<HostPage, Stop> {
+        let filled = self.vcpu_mmu.frames().zero_fills();
+        let begun = self.vm.clock.now();
+        let result = self.unmeasured_fault(gfn, access);
+        let ended = self.vm.clock.now();
+        if result.is_ok() {
+            let kind = match self.vcpu_mmu.frames().zero_fills() == filled {
+                true => FaultKind::Resident,
+                false => FaultKind::ZeroFill,
+            };
+            let meter = &self.vm.meters[self.index];
+            meter.times.faulted(ended.since(begun));
+            let mut faults = meter.faults.lock().expect("no panic under this lock");
+            faults.record(kind, begun, ended);
+        }
+        result
+    }
+
+    fn unmeasured_fault(&mut self, gfn: Gfn, access: Access) -> Result<HostPage, Stop> {
         match self.mmu.fault(&mut self.vcpu_mmu, gfn, access) {
             Outcome::Mapped(page) => Ok(self.host_page(gfn, page)),
             other => Err(self.stop(gfn, access, other)),

@@ -1,14 +1,17 @@
 //! This backend's implementation of the backend interface of `lacuna_machine`.
 
 mod interrupts;
+mod settings;
 
 use crate::builder::VmBuilder;
 use crate::either::Vcpu;
 use crate::error::SoftError;
 use crate::meter::Meter;
+use crate::stall::FaultTimes;
 use crate::vm::Vm;
-use lacuna_addr::{GfnRange, PAGE_SIZE, PageCount};
+use lacuna_addr::{GfnRange, PAGE_SIZE, PageCount, PageStates};
 use lacuna_host::SharedMemory;
+use lacuna_machine::settings::{MemorySettings, Settings};
 use lacuna_machine::{
     Apf, ApfSwitch, Backend, BackendError, Balloon, Builder, ErrorKind, HugePagePolicy, Image,
     MissingMemory, PageOut, SharedFile, SharedState, StateError, VcpuStats, VmConfig, VmStats,
@@ -78,6 +81,7 @@ impl lacuna_machine::Vm for Vm {
             let mut vcpu = VcpuStats::default();
             vcpu.exits = meter.exits.read();
             vcpu.instructions = Some(meter.retired.load(Ordering::Relaxed));
+            vcpu.times = Some(meter.times.read(self.clock.now()));
             let major_faults = meter.major_faults.load(Ordering::Relaxed);
             vcpu.major_faults = self.backing.as_ref().map(|_| major_faults);
             vcpu
@@ -90,13 +94,16 @@ impl lacuna_machine::Vm for Vm {
         let mut metrics = Metrics::default();
         self.stats().fill(&mut metrics);
         self.host.stats().fill(&mut metrics, &[]);
-        let (apf, dirty, stalls) = (self.apf_stats(), self.mmu.dirty_stats(), self.stalls());
-        for (vcpu, ((apf, dirty), stalls)) in apf.iter().zip(&dirty).zip(&stalls).enumerate() {
+        let (apf, dirty, faults) = (self.apf_stats(), self.mmu.dirty_stats(), self.fault_times());
+        let mut all = FaultTimes::default();
+        for (vcpu, ((apf, dirty), faults)) in apf.iter().zip(&dirty).zip(&faults).enumerate() {
             let labels = &[("vcpu", &*vcpu.to_string())];
             apf.fill(&mut metrics, labels);
             dirty.fill(&mut metrics, labels);
-            stalls.fill(&mut metrics, labels);
+            faults.stalls.fill(&mut metrics, labels);
+            all.add(faults);
         }
+        all.fill(&mut metrics);
         metrics
     }
 
@@ -128,6 +135,18 @@ impl lacuna_machine::Vm for Vm {
     fn apf_switch(&self) -> Option<&dyn ApfSwitch> {
         Some(self)
     }
+
+    fn settings(&self) -> Settings {
+        self.present_settings()
+    }
+
+    fn memory_settings(&self) -> &dyn MemorySettings {
+        self
+    }
+
+    fn page_states(&self, gfns: GfnRange) -> PageStates {
+        self.states_of(gfns)
+    }
 }
 
 impl HugePagePolicy for Vm {
@@ -141,6 +160,10 @@ impl HugePagePolicy for Vm {
 }
 
 impl ApfSwitch for Vm {
+    fn apf(&self) -> Apf {
+        self.apf()
+    }
+
     /// The guest sees no other difference. Has no effect if the VM did not offer async faults at
     /// its start.
     fn set_apf(&self, apf: Apf) {

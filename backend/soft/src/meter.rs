@@ -1,12 +1,17 @@
 //! The counters of a vCPU that other threads read while it runs.
 
-use crate::stall::Stalls;
+mod times;
+
+pub(crate) use times::VcpuState;
+
+use crate::stall::FaultTimes;
 use lacuna_apf::Stats as ApfStats;
 use lacuna_host::Toucher;
 use lacuna_machine::ExitCounters;
 use lacuna_sync::{Mutex, lock_order};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
+use times::Times;
 
 /// The counters that a running vCPU publishes, and its pending kick. Each vCPU's value has cache
 /// lines of its own.
@@ -21,7 +26,8 @@ pub(crate) struct Meter {
     pub(crate) kicked: AtomicBool,
     /// Ends the vCPU's wait for a page that is filled from outside.
     pub(crate) toucher: Arc<Toucher>,
-    pub(crate) stalls: Mutex<Stalls, lock_order::SoftStalls>,
+    pub(crate) times: Times,
+    pub(crate) faults: Mutex<FaultTimes, lock_order::SoftStalls>,
     pub(crate) apf: Mutex<ApfStats, lock_order::SoftApfStats>,
 }
 

@@ -3,6 +3,7 @@
 
 use crate::bus::{Origin, PageFault};
 use crate::platform::Platform;
+use crate::stall::FaultKind;
 use crate::step::{Step, Wait};
 use crate::tokens::{Faulted, Tokens};
 use crate::vcpu::VcpuOf;
@@ -203,6 +204,7 @@ impl<P: Platform> VcpuOf<P> {
             None => Step::Ran,
             Some(Outcome::Missing(ticket)) => {
                 self.stalled_since = Some(vm.clock.now());
+                self.stalled_for = Some(FaultKind::Missing);
                 Step::Wait(Wait::Provided(ticket))
             }
             Some(other) => {

@@ -1,4 +1,4 @@
-//! The times for which a vCPU waited for memory.
+//! The times for which a vCPU waited for memory, and the times of its faults by kind.
 
 use hdrhistogram::Histogram;
 use lacuna_metrics::{Kind, Metrics, Summary, Value};
@@ -12,6 +12,69 @@ impl Default for Stalls {
     fn default() -> Self {
         let histogram = Histogram::new_with_bounds(100, 60_000_000_000, 2);
         Self(histogram.expect("constant bounds are valid"))
+    }
+}
+
+/// How a fault got its page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum FaultKind {
+    /// A new page of zeros.
+    ZeroFill,
+    /// The page was resident.
+    Resident,
+    /// From swap.
+    SwapIn,
+    /// From the page source, or the VMM.
+    Missing,
+}
+
+/// One in so many faults without a wait is measured. A fault takes less than two readings of the
+/// clock.
+pub(crate) const SAMPLED: u64 = 64;
+
+/// The times of one vCPU's faults.
+#[derive(Clone, Default)]
+pub(crate) struct FaultTimes {
+    /// The waits of all kinds, for free memory too.
+    pub stalls: Stalls,
+    by_kind: [Stalls; 4],
+}
+
+impl FaultTimes {
+    /// Records a fault that has taken `from` to `to`.
+    pub fn record(&mut self, kind: FaultKind, from: Nanos, to: Nanos) {
+        self.by_kind[kind as usize].record(from, to);
+    }
+
+    /// Adds another vCPU's.
+    pub fn add(&mut self, other: &Self) {
+        self.stalls.add(&other.stalls);
+        for (all, more) in self.by_kind.iter_mut().zip(&other.by_kind) {
+            all.add(more);
+        }
+    }
+
+    /// Puts the faults into `to`, by kind.
+    pub fn fill(&self, to: &mut Metrics) {
+        let help = "Faults of vCPUs by kind: without a wait (one in 64 is measured), or the wait.";
+        let of = ("lacuna_fault_seconds", help, Kind::Summary);
+        for (kind, faults_of_each) in [
+            (FaultKind::ZeroFill, SAMPLED),
+            (FaultKind::Resident, SAMPLED),
+            (FaultKind::SwapIn, 1),
+            (FaultKind::Missing, 1),
+        ] {
+            let name = match kind {
+                FaultKind::ZeroFill => "zero-fill",
+                FaultKind::Resident => "resident",
+                FaultKind::SwapIn => "swap-in",
+                FaultKind::Missing => "missing",
+            };
+            let mut summary = self.by_kind[kind as usize].summary(&[0.5, 0.99]);
+            summary.count *= faults_of_each;
+            summary.sum = summary.sum.map(|sum| sum * faults_of_each as f64);
+            to.add(of, &[("kind", name)], Value::Summary(summary));
+        }
     }
 }
 
@@ -40,17 +103,20 @@ impl Stalls {
 
     /// Puts them into `to` with `labels`.
     pub(crate) fn fill(&self, to: &mut Metrics, labels: &[(&'static str, &str)]) {
-        let seconds = |ns: u64| ns as f64 / 1e9;
-        let summary = Summary {
-            count: self.count(),
-            sum: Some(seconds(self.total_ns())),
-            quantiles: [0.5, 0.99, 0.999]
-                .map(|quantile| (quantile, seconds(self.quantile_ns(quantile))))
-                .to_vec(),
-        };
+        let summary = self.summary(&[0.5, 0.99, 0.999]);
         let help = "Waits of a vCPU for memory.";
         let of = ("lacuna_vcpu_stall_seconds", help, Kind::Summary);
         to.add(of, labels, Value::Summary(summary));
+    }
+
+    fn summary(&self, quantiles: &[f64]) -> Summary {
+        let seconds = |ns: u64| ns as f64 / 1e9;
+        let quantile = |share: &f64| (*share, seconds(self.quantile_ns(*share)));
+        Summary {
+            count: self.count(),
+            sum: Some(seconds(self.total_ns())),
+            quantiles: quantiles.iter().map(quantile).collect(),
+        }
     }
 
     /// The stalls after `earlier`, an earlier reading of the same vCPU.

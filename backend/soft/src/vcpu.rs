@@ -8,11 +8,14 @@
 //! Simulator: step; record what it names; step another          (one thread: `seeded`)
 //! ```
 
-use crate::bus::Blocked;
+mod sleep;
+
+use crate::bus::{Blocked, Origin};
 use crate::entry::Entry;
 use crate::error::SoftError;
-use crate::meter::Meter;
+use crate::meter::{Meter, VcpuState};
 use crate::platform::{Platform, Power};
+use crate::stall::FaultKind;
 use crate::step::{Step, Wait, width};
 use crate::tokens::Faulted;
 use crate::vm::Vm;
@@ -31,11 +34,6 @@ use std::thread::yield_now;
 /// compromise between computing and faulting threads: docs/speed-apf.md.
 const FUEL: u64 = 35_000;
 
-/// How long the thread of a halted vCPU polls for pages before it sleeps. After a sleep, a page
-/// needs the wake-up of two threads, which takes some 80 us on a quiet machine. KVM's
-/// `halt_poll_ns` has the same value.
-const HALT_POLL_NS: u64 = 200_000;
-
 /// One virtual processor of the soft backend.
 // A VM's vCPUs are in one vector, and each runs on a thread of its own. Without the alignment,
 // neighbouring vCPUs would share a cache line.
@@ -50,8 +48,12 @@ pub struct VcpuOf<P: Platform> {
     /// Instructions retired when its pins were last released.
     held_at: u64,
     pub(crate) stalled_since: Option<Nanos>,
+    /// The page's origin, if the stall is the wait of one access for its page.
+    pub(crate) stalled_for: Option<FaultKind>,
     /// Its last exit on missing memory, until it is entered or the token is accepted.
     pub(crate) faulted: Option<Faulted>,
+    /// Whether its thread is elsewhere since a kick, or has not run it yet.
+    is_outside: bool,
 }
 
 impl<P: Platform> VcpuOf<P> {
@@ -72,7 +74,9 @@ impl<P: Platform> VcpuOf<P> {
             boot,
             held_at: 0,
             stalled_since: None,
+            stalled_for: None,
             faulted: None,
+            is_outside: true,
         };
         vcpu.start();
         Ok(vcpu)
@@ -91,7 +95,7 @@ impl<P: Platform> VcpuOf<P> {
         (self.entry.failed, self.entry.bus.blocked) = (None, None);
         self.entry.again = None;
         self.entry.forget_losses();
-        self.stalled_since = None;
+        (self.stalled_since, self.stalled_for) = (None, None);
     }
 
     /// Forgets all pages on their way, and the contract with the guest.
@@ -180,13 +184,14 @@ impl<P: Platform> VcpuOf<P> {
 
     /// Ends the stall, because the vCPU continues.
     fn end_stall(&mut self) {
+        let kind = self.stalled_for.take();
         if let Some(since) = self.stalled_since.take() {
-            let mut stalls = self
-                .meter()
-                .stalls
-                .lock()
-                .expect("no panic under this lock");
-            stalls.record(since, self.vm.clock.now());
+            let faults = self.meter().faults.lock();
+            let mut faults = faults.expect("no panic under this lock");
+            let now = self.vm.clock.now();
+            faults.stalls.record(since, now);
+            kind.into_iter()
+                .for_each(|kind| faults.record(kind, since, now));
         }
     }
 
@@ -263,9 +268,12 @@ impl<P: Platform> VcpuOf<P> {
                 // then, and no other thread has to wake it.
                 (Step::Wait(Wait::Halt(until)), Some(due)) => {
                     let until = until.map_or(due, |until| until.min(due));
-                    vm.kicks.parker(self.index).park(&*vm.clock, Some(until));
+                    self.sleeps(VcpuState::Halted, |vcpu| {
+                        vm.kicks.parker(vcpu.index).park(&*vm.clock, Some(until));
+                    });
                 }
-                (Step::Wait(Wait::Halt(until)), None) if self.halt_poll(until) => {}
+                (Step::Wait(Wait::Halt(until)), None)
+                    if self.sleeps(VcpuState::Halted, |vcpu| vcpu.halt_poll(until)) => {}
                 (other, _) => return other,
             }
         }
@@ -302,27 +310,6 @@ impl<P: Platform> VcpuOf<P> {
         }
         self.meter().kicked.store(false, Ordering::Release);
         Step::Exit(Exit::Interrupted)
-    }
-
-    /// Polls for pages instead of sleeping, if pages have arrived soon on average. Returns whether
-    /// the vCPU has a reason to run again.
-    fn halt_poll(&self, until: Option<Nanos>) -> bool {
-        let expected = self.apf.stats().swap_in.mean_ns();
-        if !self.apf.awaits_pages() || expected > HALT_POLL_NS {
-            return false;
-        }
-        let mut now = self.vm.clock.now();
-        let end = now.after(HALT_POLL_NS);
-        let end = until.map_or(end, |until| until.min(end));
-        while now < end {
-            if self.vm.host.poll(now) > 0 || self.is_poked() {
-                return true;
-            }
-            // Another thread may need the core, and this thread has no work.
-            yield_now();
-            now = self.vm.clock.now();
-        }
-        false
     }
 
     fn meter(&self) -> &Meter {
@@ -370,10 +357,19 @@ impl<P: Platform> VcpuOf<P> {
                 }
                 return wait;
             }
-            Some(Blocked::Page(fault)) => match self.page_not_present(fault) {
-                Some(ticket) => Wait::Page(ticket),
-                None => return Step::Ran,
-            },
+            Some(Blocked::Page(fault)) => {
+                let kind = match fault.origin {
+                    Origin::Swap => FaultKind::SwapIn,
+                    Origin::Source => FaultKind::Missing,
+                };
+                match self.page_not_present(fault) {
+                    Some(ticket) => {
+                        self.stalled_for = Some(kind);
+                        Wait::Page(ticket)
+                    }
+                    None => return Step::Ran,
+                }
+            }
             Some(Blocked::NotAtHand(gfn, access)) => return self.missing(gfn, access),
             Some(Blocked::Memory) => Wait::Memory,
             Some(Blocked::RingFull) => return Step::Exit(Exit::DirtyRingFull),
@@ -407,25 +403,6 @@ impl<P: Platform> VcpuOf<P> {
     pub(crate) fn is_poked(&self) -> bool {
         self.vm.qsbr().vcpu(self.index).has_request()
     }
-
-    /// Handles [`Wait::Memory`]: takes pages from others, or from this vCPU. In real time it waits
-    /// until it has a frame, or its VM is being stopped.
-    pub fn reclaim(&mut self) -> Result<(), VcpuError> {
-        let vm = &self.vm;
-        let frames = self.entry.bus.vcpu_mmu().frames();
-        match vm
-            .host
-            .reclaim_direct_until(frames, &vm.meters[self.index].kicked)
-        {
-            // Frames become free only when writes are complete, which takes time.
-            Ok(progress) if vm.stands_still && progress.freed == 0 => Err(self.time_stands_still()),
-            Ok(_) => Ok(()),
-            Err(e) => Err(VcpuError::NoMemory {
-                vcpu: self.index,
-                cause: e.to_string(),
-            }),
-        }
-    }
 }
 
 impl<P: Platform> lacuna_machine::Vcpu for VcpuOf<P> {
@@ -434,35 +411,29 @@ impl<P: Platform> lacuna_machine::Vcpu for VcpuOf<P> {
     }
 
     fn run(&mut self) -> Result<Exit, VcpuError> {
+        if self.is_outside {
+            self.enters(VcpuState::Running);
+            self.is_outside = false;
+        }
         loop {
             match self.run_until_idle() {
                 Step::Ran => {}
                 Step::Exit(exit) => {
                     self.meter().exits.count(&exit);
+                    if exit == Exit::Interrupted {
+                        self.enters(VcpuState::Outside);
+                        self.is_outside = true;
+                    }
                     return Ok(exit);
                 }
                 Step::Failed(error) => return Err(error),
-                Step::Wait(Wait::Halt(until)) => {
-                    if self.vm.host.wants_balance() {
-                        // Other vCPUs need the free frames in this vCPU's page cache.
-                        self.entry.bus.vcpu_mmu().frames().flush();
-                    }
-                    self.vm
-                        .kicks
-                        .parker(self.index)
-                        .park(&*self.vm.clock, until);
-                }
-                // A failed read is found when the page is resolved again: then the page is lost.
-                Step::Wait(Wait::Page(ticket)) => {
-                    let (host, meter) = (&self.vm.host, self.meter());
-                    let _ = host.wait_touching(&ticket, &meter.kicked, &meter.toucher);
-                }
-                Step::Wait(Wait::Provided(ticket)) => {
-                    let stop = &self.meter().kicked;
-                    let _ = self.vm.host.wait_provided(&ticket, stop);
-                }
-                Step::Wait(Wait::Memory) => self.reclaim()?,
                 Step::Wait(Wait::Busy) => yield_now(),
+                Step::Wait(Wait::Halt(until)) => {
+                    self.sleeps(VcpuState::Halted, |vcpu| vcpu.park(until));
+                }
+                Step::Wait(wait) => {
+                    self.sleeps(VcpuState::Waiting, |vcpu| vcpu.wait(&wait))?;
+                }
             }
         }
     }

@@ -8,7 +8,7 @@ use crate::ioeventfd::IoEventFds;
 use crate::meter::Meter;
 use crate::mmu::VmMmu;
 use crate::park::Parker;
-use crate::stall::Stalls;
+use crate::stall::{FaultTimes, Stalls};
 use crate::tokens::Tokens;
 use lacuna_addr::{BackingRange, Level, PAGE_SIZE, PageCount};
 use lacuna_apf::Stats as ApfStats;
@@ -290,14 +290,15 @@ impl Vm {
 
     /// Each vCPU's stalls so far.
     pub fn stalls(&self) -> Vec<Stalls> {
-        let read = |meter: &Meter| {
-            meter
-                .stalls
-                .lock()
-                .expect("no panic under this lock")
-                .clone()
-        };
-        self.meters.iter().map(read).collect()
+        let times = self.fault_times().into_iter();
+        times.map(|times| times.stalls).collect()
+    }
+
+    /// The times of each vCPU's faults so far.
+    pub(crate) fn fault_times(&self) -> Vec<FaultTimes> {
+        let faults = self.meters.iter().map(|meter| meter.faults.lock());
+        let read = faults.map(|faults| faults.expect("no panic under this lock").clone());
+        read.collect()
     }
 
     pub(crate) fn apf(&self) -> Apf {

@@ -21,6 +21,7 @@
 mod block;
 mod frame;
 mod level;
+mod page_states;
 mod piece;
 mod range;
 mod room;
@@ -28,6 +29,7 @@ mod room;
 pub use block::BlockNumber;
 pub use frame::{BackingAddr, Gfn, Gpa, Hva, PageCount, Pfn, SlotAddress};
 pub use level::Level;
+pub use page_states::PageStates;
 pub use piece::aligned_piece;
 pub use range::{BackingRange, GfnRange, HvaRange, SlotAddressRange};
 pub use room::{NoRoom, room_for, room_for_threads};

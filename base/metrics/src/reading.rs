@@ -46,7 +46,7 @@ pub struct Sample {
 pub enum Value {
     /// Of a counter or a gauge.
     Whole(u64),
-    /// Of a gauge.
+    /// Of a gauge, or of a counter of seconds.
     Real(f64),
     /// Of a summary.
     Summary(Summary),

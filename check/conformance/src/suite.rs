@@ -98,7 +98,8 @@ macro_rules! suite {
                 a_log_begins_with_all_pages_set;
             powers:
                 huge_pages_are_disallowed_and_allowed, async_faults_are_switched,
-                detection_is_switched, a_bitmap_is_read_and_cleared_in_two_steps,
+                detection_is_switched, settings_change_at_random, fixed_settings_are_refused,
+                a_bitmap_is_read_and_cleared_in_two_steps,
                 discarded_pages_are_zeros;
             virtio:
                 a_guest_reads_its_disk, a_disk_interrupts_its_guest;

@@ -47,6 +47,9 @@ impl<V: Vm> Controlled<'_, V> {
             Request::PostCopy {} => self.post_copy()?,
             Request::Snapshot(request) => return self.save(&request, send).map(Answer::Snapshot),
             Request::Migrate(request) => return self.migrate(request, send).map(Answer::Migrated),
+            Request::Settings {} => return Ok(Answer::Settings(self.settings())),
+            Request::Set(request) => return self.set(&request).map(Answer::Settings),
+            Request::Map(request) => return self.map(request).map(Answer::Map),
             Request::Stat {} => return Ok(Answer::Stat(self.stat())),
             Request::Dirty(request) => {
                 if let Some(last) = self.watch_writes(&request, send)? {

@@ -8,6 +8,7 @@
 //! | `saving` | `snapshot` |
 //! | `moving` | `migrate`, `postcopy`; `cancel` and `keep` at the source |
 //! | `arriving` | `cancel` and `keep`, at the destination too |
+//! | `setting` | `settings`, `set`, `map` |
 //! | `watching`, `working_set` | `dirty` |
 
 mod answers;
@@ -15,6 +16,7 @@ mod arriving;
 mod moving;
 mod pausing;
 mod saving;
+mod setting;
 mod status;
 mod watching;
 mod working_set;

@@ -30,6 +30,8 @@ pub(super) struct Monitor<'a, V: Vm> {
     /// The log, and when it was harvested. `None` while the guest is copied.
     pub log: Option<(LogReader<'a, V>, Instant)>,
     pub written: WorkingSet,
+    /// Whether its client has chosen how writes are detected.
+    pub detects: bool,
 }
 
 /// A connection's thread has the monitor from [`Controlled::begin_monitor`] until [`End`].
@@ -94,7 +96,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         }
     }
 
-    fn monitor(&self) -> MutexGuard<'_, Option<Monitor<'a, V>>> {
+    pub(super) fn monitor(&self) -> MutexGuard<'_, Option<Monitor<'a, V>>> {
         lock(&self.monitor)
     }
 
@@ -125,6 +127,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         *monitor = Some(Monitor {
             log: None,
             written: WorkingSet::new(window),
+            detects: chosen.is_some(),
         });
         Ok(End {
             controlled: self,
@@ -162,7 +165,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         let mut monitor = self.monitor();
         let monitor = monitor.as_mut().expect(OWN);
         let in_use = self.read_log(monitor)?;
-        let Monitor { log, written } = monitor;
+        let Monitor { log, written, .. } = monitor;
         let (mut seconds, mut pages) = (0.0, 0);
         if let Some((log, since)) = log {
             log.harvest(|slot, page| written.note(slot, page))

@@ -1,11 +1,13 @@
 //! The example `controlled` is a VMM of its own, in another process: clients control its guest.
 
+use lacuna::dirty::Detection;
 use lacuna::migrate::Snapshot;
 use lacuna::migrate::session::Destination;
 use lacuna::migrate::transport::Listener;
 use lacuna::{Builder, ErrorKind, Machine, PageCount, PlatformDevices, soft};
 use lacuna_control::{
-    AskError, Client, MoveRequest, PROTOCOL, SaveRequest, State, Status, WatchRequest,
+    AskError, Client, MapCell, MoveRequest, PROTOCOL, SaveRequest, SetRequest, State, Status,
+    WatchRequest,
 };
 use lacuna_skip::test;
 use std::num::NonZeroU64;
@@ -130,6 +132,71 @@ fn a_guest_of_another_vmm_is_paused_saved_watched_and_stopped() {
 
     assert_eq!(state(client.stop()), State::Ended);
     assert!(vmm.output().ends_with("the VMM stopped the run\n"));
+}
+
+/// The settings change while the guest runs, all or none of them.
+#[test]
+fn settings_change_and_are_refused() {
+    let folder = TempDir::new().unwrap();
+    let mut vmm = Vmm::start(folder.path());
+    let mut client = vmm.client();
+    let before = client.settings().unwrap();
+    let change = SetRequest {
+        async_faults: Some(false),
+        huge_pages: Some(true),
+        detect: Some(Detection::WriteProtect),
+        resident_bytes: before.resident_bytes.value.map(|bytes| bytes / 2),
+        source_delay_us: Some(100),
+    };
+    let changed = client.set(change.clone()).unwrap();
+    assert_eq!(
+        (changed.async_faults.value, changed.huge_pages.value),
+        (change.async_faults, change.huge_pages)
+    );
+    assert_eq!(
+        (changed.detect.value, changed.resident_bytes.value),
+        (change.detect, change.resident_bytes)
+    );
+    assert_eq!(changed.source_delay_us.value, change.source_delay_us);
+    let impossible = [
+        ("resident_bytes: memory budget too small", 4096, 0),
+        ("resident_bytes 4097: give a multiple", 4097, 0),
+        ("resident_bytes: memory budget too large", 1 << 40, 0),
+        ("source_delay_us: ", 16 << 20, 60_000_001),
+    ];
+    for (text, bytes, delay) in impossible {
+        let request = SetRequest {
+            async_faults: Some(true),
+            resident_bytes: Some(bytes),
+            source_delay_us: Some(delay),
+            ..SetRequest::default()
+        };
+        let refused = client.set(request).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Request);
+        assert!(refused.to_string().contains(text), "{refused}");
+        assert_eq!(client.settings().unwrap(), changed, "{text}");
+    }
+    // While a client watches the writes by a detection of its choice, that stays.
+    let watch = WatchRequest {
+        every_ms: Some(100),
+        detect: Some(Detection::Pml),
+        ..WatchRequest::default()
+    };
+    let mut periods = vmm.client().watch(watch).unwrap();
+    periods.next().unwrap().unwrap();
+    let refused = client.set(change).unwrap_err().to_string();
+    assert!(
+        refused.contains("detect: a client that watches"),
+        "{refused}"
+    );
+    drop(periods);
+    let map = client.map(10).unwrap();
+    let pages = |cell: &MapCell| cell.resident + cell.swapped + cell.missing + cell.untouched;
+    let counted = map.cells.iter().map(pages).sum::<u64>() * 4096;
+    assert_eq!(counted, client.status().unwrap().memory_bytes);
+    assert!(map.cells.len() <= 10 && map.cells.iter().any(|cell| cell.resident > 0));
+    assert!(client.map(0).is_err() && client.map(4097).is_err());
+    assert_eq!(state(client.stop()), State::Ended);
 }
 
 /// This process is the destination.

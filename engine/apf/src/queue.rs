@@ -349,8 +349,11 @@ impl<A: Abi> Queue<A> {
     }
 
     /// The counters so far.
-    pub const fn stats(&self) -> Stats {
-        self.stats
+    pub fn stats(&self) -> Stats {
+        Stats {
+            in_flight: self.flights.len() as u64,
+            ..self.stats
+        }
     }
 
     /// Faults in flight, and the wake-all.

@@ -32,6 +32,8 @@ counters! {
         counter wake_alls,
         /// Faults in flight at a cancel, a disable or a reset.
         counter cancelled,
+        /// Faults in flight.
+        gauge in_flight,
         also {
             /// The time from the fault until the vCPU dequeued the page's arrival.
             swap_in: SwapIn,

@@ -31,6 +31,7 @@ mod memory;
 mod missing;
 mod pause;
 mod run;
+pub mod settings;
 mod slots;
 mod state;
 mod token_life;
@@ -38,8 +39,7 @@ mod tokens;
 mod vm;
 
 pub use arch::Arch;
-pub use boot::x86::Boot;
-pub use boot::{BootError, Layout};
+pub use boot::{BootError, Layout, x86::Boot};
 pub use devices::{
     Access, Console, Device, DeviceError, DeviceState, DevicesState, Ending, PausedDevices,
     PlatformDevices, SerialRegisters, check_reserved, mmio, port,
@@ -67,7 +67,7 @@ pub use lacuna_source::{
 pub use lacuna_state::{Apf, ProcessorFeatures, SharedState, StateError, VcpuState, arm64, x86};
 pub use log_reader::{LogReader, LogReaders};
 pub use machine::{Machine, MachineError, Running};
-pub use memory::{Balloon, GuestMemory, MemoryError, PageOut};
+pub use memory::{Balloon, GuestMemory, MemoryError, PageMap, PageOut};
 pub use missing::{FaultToken, MissingMemory, Provided, ReadyOutcome, TokenError};
 pub use pause::Paused;
 pub use run::{Next, dispatch};
@@ -76,5 +76,5 @@ pub use state::SaveRestore;
 pub use tokens::Tokens;
 pub use vm::{
     ApfSwitch, Backend, BackendError, Builder, CpuModel, HugePagePolicy, RunEnd, SharedFile,
-    VCPUS_MAX, VcpuStats, Vm, VmConfig, VmStats,
+    VCPUS_MAX, VcpuStats, VcpuTimes, Vm, VmConfig, VmStats,
 };

@@ -1,5 +1,9 @@
 //! Guest memory as bytes.
 
+mod page_map;
+
+pub use page_map::PageMap;
+
 use crate::ErrorKind;
 use lacuna_addr::{GfnRange, Gpa, PageCount};
 use lacuna_source::FailureKind;

@@ -4,13 +4,14 @@
 //! guest goes through a `dyn`. A power that some backends lack is a small trait, which a method
 //! returns as an `Option`.
 
+use crate::settings::{self, MemorySettings, SettingError, Settings, SettingsChange};
 use crate::{
     Apf, Arch, Balloon, DirtyTracking, Ending, ErrorKind, ExitCounts, ExitKind, GuestMemory,
     GuestWrite, Image, InterruptController, Interrupts, IoBus, IoEventFd, IoEventFdError, Kick,
-    Machine, MachineError, MemorySlots, MissingMemory, PageOut, PlatformDevices, Running,
+    Machine, MachineError, MemorySlots, MissingMemory, PageMap, PageOut, PlatformDevices, Running,
     SaveRestore, SharedState, StateError,
 };
-use lacuna_addr::{PAGE_SIZE, PageCount};
+use lacuna_addr::{GfnRange, PAGE_SIZE, PageCount, PageStates};
 use lacuna_metrics::{Kind, Metrics, Value};
 use lacuna_slots::Delivery;
 use lacuna_sync::Nanos;
@@ -18,6 +19,7 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Which backend a VM belongs to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -108,6 +110,38 @@ pub struct VcpuStats {
     /// paged them out unasked, or they were first touched and are a file's. `None` if the backend
     /// does not count them, or its pages are not Linux memory.
     pub major_faults: Option<u64>,
+    /// What the vCPU has done with its time; `None` if the backend does not know.
+    pub times: Option<VcpuTimes>,
+}
+
+/// The time of a vCPU by what it did, since it first ran, without the time when its guest was
+/// paused.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct VcpuTimes {
+    /// In the guest, and in its VMM's handling of exits.
+    pub running: Duration,
+    /// In faults that needed no wait. One in 64 is measured.
+    pub faulting: Duration,
+    /// Halted by the guest, or because no other process of the guest could run during a fault.
+    pub halted: Duration,
+    /// Waiting for a page, or for free memory.
+    pub waiting: Duration,
+}
+
+impl VcpuTimes {
+    fn fill(&self, to: &mut Metrics, vcpu: &str) {
+        let help = "The vCPU's time, by what it did.";
+        let of = ("lacuna_vcpu_state_seconds_total", help, Kind::Counter);
+        for (state, time) in [
+            ("running", self.running),
+            ("faulting", self.faulting),
+            ("halted", self.halted),
+            ("waiting", self.waiting),
+        ] {
+            let labels = &[("vcpu", vcpu), ("state", state)];
+            to.add(of, labels, Value::Real(time.as_secs_f64()));
+        }
+    }
 }
 
 impl VmStats {
@@ -149,6 +183,9 @@ impl VmStats {
                 let help = "Instructions retired.";
                 let of = ("lacuna_vcpu_instructions_total", help, Kind::Counter);
                 to.add(of, &[("vcpu", vcpu)], Value::Whole(retired));
+            }
+            if let Some(times) = &stats.times {
+                times.fill(to, vcpu);
             }
             if let Some(read) = stats.major_faults {
                 let help = "Pages that Linux has read inside of guest code.";
@@ -285,6 +322,31 @@ pub trait Vm:
 
     /// The switch of asynchronous page faults, if the VMM may use it while the VM runs.
     fn apf_switch(&self) -> Option<&dyn ApfSwitch>;
+
+    /// What the VMM may change while the VM runs, and the values at present.
+    fn settings(&self) -> Settings;
+
+    /// The settings of its memory, for [`Vm::change_settings`].
+    fn memory_settings(&self) -> &dyn MemorySettings;
+
+    /// Changes settings while the VM runs, and returns them. Any thread may call this at any time.
+    ///
+    /// # Errors
+    /// A setting is fixed, or its value is impossible. Nothing has changed then.
+    fn change_settings(&self, change: &SettingsChange) -> Result<Settings, SettingError> {
+        settings::change(self, change)
+    }
+
+    /// Counts the pages of `gfns`, which lie in one slot, by their state; none is dirty. Pages of
+    /// no slot are in no count. No vCPU waits for it.
+    fn page_states(&self, gfns: GfnRange) -> PageStates;
+
+    /// A map of the guest's memory in at most `cells` cells. It reads 8 bytes for each page that
+    /// is in no untouched or huge block of 2 MiB. On kvm, it reads the page table of memory that
+    /// Linux fills. No vCPU waits for it.
+    fn page_map(&self, cells: usize) -> PageMap {
+        PageMap::of(self, cells)
+    }
 }
 
 /// The host's policy of huge pages, set while a VM runs.
@@ -294,15 +356,18 @@ pub trait HugePagePolicy {
     ///
     /// # Errors
     /// There is no memory for the tables.
-    fn disallow_huge(&self, gfns: lacuna_addr::GfnRange) -> Result<(), String>;
+    fn disallow_huge(&self, gfns: GfnRange) -> Result<(), String>;
 
     /// Ends one [`HugePagePolicy::disallow_huge`] of the same range. Does nothing if none is in
     /// effect.
-    fn allow_huge(&self, gfns: lacuna_addr::GfnRange);
+    fn allow_huge(&self, gfns: GfnRange);
 }
 
 /// Asynchronous page faults, switched while a VM runs.
 pub trait ApfSwitch {
+    /// Whether they are delivered at present.
+    fn apf(&self) -> Apf;
+
     /// Sets whether asynchronous page faults are delivered from now on to a guest that has enabled
     /// them.
     fn set_apf(&self, apf: Apf);

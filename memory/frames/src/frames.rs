@@ -9,6 +9,11 @@
 //! block is allocated only if `high` free frames remain, so a huge page never takes frames that a
 //! vCPU may need to make progress. A thread that finds no free frame waits in a queue; the free map
 //! keeps one frame for each thread in the queue (`turns`).
+//!
+//! A budget smaller than the pool withholds free frames: faults act as if these did not exist. A
+//! budget that shrinks withholds them step by step, as reclaim in the background frees them. The
+//! swap store may still take them, because a reclaim that compresses pages needs a frame before it
+//! frees others; the next frames that it frees replace them.
 
 use crate::block::{BlockDesc, FrameBlockState, Marked, Parts};
 use crate::block_word::BlockNo;
@@ -37,10 +42,6 @@ pub struct Frames {
     descs: Box<[Desc]>,
     /// One for each block that the pool's end does not cut.
     blocks: Box<[BlockDesc]>,
-    /// Below this number of free frames, reclaim in the background is woken.
-    pub low: usize,
-    /// Reclaim in the background stops at this number of free frames.
-    pub high: usize,
     /// `free` and `count` are padded: a vCPU writes both when it refills its per-CPU page cache,
     /// and reads the fields above at every fault.
     free: CachePadded<Mutex<Free, lock_order::FreeFrames>>,
@@ -58,6 +59,11 @@ struct Count {
     /// Free frames that only the swap store may take, so that reclaim can always compress more
     /// pages.
     reserve: AtomicUsize,
+    /// Frames of the pool that the budget leaves out.
+    left_out: AtomicUsize,
+    /// Free frames that no fault may take: as many as the budget leaves out, or fewer while it
+    /// shrinks.
+    withheld: AtomicUsize,
     /// The number of frames that the existing vCPUs need to make progress.
     promised: AtomicUsize,
 }
@@ -71,12 +77,9 @@ impl Frames {
     /// All frames of `pool`, free.
     pub fn new(pool: Pool) -> Self {
         let frames = pool.frames();
-        let low = (frames / 64).clamp(16, 4096).min(frames / 4);
         Self {
             descs: table_of(frames, Desc::default),
             blocks: (0..frames / BLOCK).map(|_| BlockDesc::default()).collect(),
-            low,
-            high: low * 2,
             pool,
             free: CachePadded::new(Mutex::new(Free {
                 map: FreeMap::new(frames),
@@ -87,15 +90,73 @@ impl Frames {
                 free_min: AtomicUsize::new(frames),
                 store: AtomicUsize::new(0),
                 reserve: AtomicUsize::new(0),
+                left_out: AtomicUsize::new(0),
+                withheld: AtomicUsize::new(0),
                 promised: AtomicUsize::new(0),
             }),
         }
     }
 
-    /// The number of frames in the budget.
+    /// The number of frames in the pool: the largest budget.
     #[inline]
-    pub fn budget(&self) -> usize {
+    pub fn total(&self) -> usize {
         self.descs.len()
+    }
+
+    /// The number of frames in the budget.
+    pub fn budget(&self) -> usize {
+        self.total() - self.count.left_out.load(Ordering::Relaxed)
+    }
+
+    /// Sets the budget, at most the whole pool. [`Frames::withhold`] must follow.
+    pub fn set_budget(&self, frames: usize) {
+        let left_out = self.total().saturating_sub(frames);
+        self.count.left_out.store(left_out, Ordering::Relaxed);
+    }
+
+    /// Withholds free frames that the budget leaves out: those above the high watermark, and half
+    /// of `freed`, the frames that reclaim has just freed. The other half is for faults, so that a
+    /// guest runs while its budget shrinks, and the budget shrinks while the guest faults. If the
+    /// budget has grown, no more frames are withheld than it leaves out.
+    pub fn withhold(&self, freed: usize) {
+        let free = self.lock();
+        let withheld = self.count.withheld.load(Ordering::Relaxed);
+        let left_out = self.count.left_out.load(Ordering::Relaxed);
+        let spare = self.spare(&free);
+        let taken = spare.saturating_sub(self.high()).max(spare.min(freed / 2));
+        let withheld = (withheld + taken).min(left_out);
+        self.count.withheld.store(withheld, Ordering::Relaxed);
+    }
+
+    /// The number of frames that the budget leaves out and that are not withheld yet.
+    #[inline]
+    pub fn left_to_withhold(&self) -> usize {
+        let left_out = self.count.left_out.load(Ordering::Relaxed);
+        left_out.saturating_sub(self.count.withheld.load(Ordering::Relaxed))
+    }
+
+    /// Extends the budget by at least an eighth of the withheld frames, because reclaim frees none.
+    /// Returns whether any were withheld.
+    pub fn extend_budget(&self) -> bool {
+        let _free = self.lock();
+        let withheld = self.count.withheld.load(Ordering::Relaxed);
+        let left = withheld.saturating_sub((withheld / 8).max(BATCH));
+        self.count.withheld.store(left, Ordering::Relaxed);
+        self.count.left_out.store(left, Ordering::Relaxed);
+        withheld > 0
+    }
+
+    /// The low watermark: below this number of free frames, reclaim in the background is woken.
+    #[inline]
+    pub fn low(&self) -> usize {
+        let budget = self.budget();
+        (budget / 64).clamp(16, 4096).min(budget / 4)
+    }
+
+    /// The high watermark, at which reclaim in the background stops.
+    #[inline]
+    pub fn high(&self) -> usize {
+        2 * self.low()
     }
 
     /// The descriptor of a frame of the budget.
@@ -177,8 +238,14 @@ impl Frames {
     /// The number of free frames that a fault may take.
     #[inline]
     pub fn available(&self) -> usize {
-        self.free_now()
-            .saturating_sub(self.count.reserve.load(Ordering::Relaxed))
+        self.free_now().saturating_sub(self.kept())
+    }
+
+    /// The number of free frames that no fault may take.
+    #[inline]
+    fn kept(&self) -> usize {
+        let count = &self.count;
+        count.reserve.load(Ordering::Relaxed) + count.withheld.load(Ordering::Relaxed)
     }
 
     /// The smallest number of free frames so far.
@@ -204,7 +271,7 @@ impl Frames {
     /// waiting threads.
     pub fn take_spare(&self, count: usize, out: &mut Vec<u32>) {
         let free = self.lock();
-        let kept = self.low + free.turns.len();
+        let kept = self.low() + free.turns.len();
         let spare = self.spare(&free).saturating_sub(kept);
         self.move_out(free, count.min(spare), out);
     }
@@ -254,10 +321,9 @@ impl Frames {
         of_few.max((plenty / 64).min(BATCH_MAX))
     }
 
-    /// The number of free frames outside the store's reserve.
+    /// The number of free frames outside the store's reserve and the withheld ones.
     fn spare(&self, free: &Free) -> usize {
-        let reserve = self.count.reserve.load(Ordering::Relaxed);
-        free.map.len().saturating_sub(reserve)
+        free.map.len().saturating_sub(self.kept())
     }
 
     fn move_out(&self, mut free: MutexGuard<'_, Free>, count: usize, out: &mut Vec<u32>) {
@@ -281,7 +347,7 @@ impl Frames {
         }
         let mut free = self.lock();
         // Test again under the lock: other threads may have taken frames meanwhile.
-        if self.spare(&free) < self.high + BLOCK {
+        if self.spare(&free) < self.high() + BLOCK {
             return None;
         }
         let block = free.map.take_block()?;
@@ -292,7 +358,7 @@ impl Frames {
     /// Takes the frame at `place` of `block`, or of any free block, if enough free frames remain.
     pub fn take_at(&self, place: usize, block: Option<BlockNo>) -> Option<Pfn> {
         let mut free = self.lock();
-        if self.spare(&free) < self.high + BLOCK {
+        if self.spare(&free) < self.high() + BLOCK {
             return None;
         }
         let frame = free.map.take_at(place, block)?;
@@ -305,7 +371,7 @@ impl Frames {
     /// Whether the free frames stay above the high watermark after a block is taken.
     #[inline]
     pub fn has_plenty(&self) -> bool {
-        self.available() >= self.high + BLOCK
+        self.available() >= self.high() + BLOCK
     }
 
     /// Frees frames; their descriptors may be in any state.

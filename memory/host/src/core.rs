@@ -5,9 +5,10 @@ use crate::error::{Failure, LostPage};
 use crate::linux::loss_list::Losses;
 use crate::read_ahead_window::ReadAheadWindow;
 use crate::reclaim::samples::SampledSplits;
-use crate::region::{HugePages, Regions};
+use crate::region::Regions;
 use crate::settled::Settled;
 use crate::shared_cache::{MAX_PINNED, SharedCache};
+use crate::switches::Switches;
 use crate::ticket::Ticket;
 use lacuna_addr::PageCount;
 use lacuna_frames::{BATCH, Frames, PageNo};
@@ -36,7 +37,7 @@ pub(crate) struct Core {
     /// Pages of Linux memory that the kernel has taken away.
     pub losses: Losses,
     pub regions: Regions,
-    pub huge: HugePages,
+    pub settings: Switches,
     pub store: Box<dyn SwapStore>,
     pub device: String,
     pub entries: Mutex<SwapMap, lock_order::SwapEntries>,

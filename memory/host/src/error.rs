@@ -32,6 +32,17 @@ pub enum HostError {
         /// The largest possible budget.
         maximum: PageCount,
     },
+    /// A larger budget than the host's pool.
+    #[error(
+        "memory budget too large: {budget} pages, and the VM was made with {pool}: give at most so \
+         many, or start it with more"
+    )]
+    AbovePool {
+        /// The given budget.
+        budget: PageCount,
+        /// The size of the pool.
+        pool: PageCount,
+    },
     /// The kernel refused the memory of the budget.
     #[error(transparent)]
     Map(#[from] MapFailed),
@@ -128,6 +139,7 @@ impl HostError {
             Self::Linux(error) => error.is_of_request(),
             Self::BudgetTooSmall { .. }
             | Self::BudgetTooLarge { .. }
+            | Self::AbovePool { .. }
             | Self::BadRegion(_)
             | Self::NoSuchRegion(_) => true,
             Self::Map(_)

@@ -11,6 +11,7 @@ use crate::read_ahead_window::ReadAheadWindow;
 use crate::region::{HugePages, MmuNotifier, Regions};
 use crate::settled::Settled;
 use crate::spare_caches::SpareCaches;
+use crate::switches::Switches;
 use crate::ticket::Ticket;
 use lacuna_addr::{
     BackingAddr, BackingRange, HvaRange, Level, PageCount, Pfn, room_for, room_for_threads,
@@ -95,7 +96,7 @@ impl Host {
             linux_limit: AtomicU64::new(u64::MAX),
             losses: Losses::default(),
             regions: Regions::default(),
-            huge,
+            settings: Switches::new(huge),
             device: store.describe(),
             entries: Mutex::new(SwapMap::new(store.capacity().get())),
             store,
@@ -147,9 +148,10 @@ impl Host {
     pub fn per_cpu_pages(&self) -> Result<PerCpuPages, HostError> {
         // These caches belong to no vCPU, and hold frames that the new vCPU may need.
         self.spare_caches.drain();
-        let vcpus = lock(&self.core.caches).len() + 1;
-        check_budget(PageCount::new(self.core.frames.budget() as u64), vcpus)?;
-        Ok(PerCpuPages::new(self.core.clone()))
+        let cache = PerCpuPages::new(self.core.clone());
+        // After its registration: a smaller budget that is set meanwhile counts it.
+        check_budget(self.budget(), self.core.with_caches(<[_]>::len))?;
+        Ok(cache)
     }
 
     /// Adds a region of `pages` pages of zeros. `notifier` handles their mappings.
@@ -201,9 +203,9 @@ impl Host {
         Ok(())
     }
 
-    /// Its policy.
+    /// The policy with which it was made.
     pub fn huge_pages(&self) -> HugePages {
-        self.core.huge
+        self.core.settings.huge
     }
 
     /// Prepares all frames for a caller that maps a page by copying it from its frame to memory of
@@ -219,7 +221,7 @@ impl Host {
     /// # Errors
     /// As `madvise(2)`.
     pub fn frames_to_move(&self) -> Result<HvaRange, HostError> {
-        let whole_blocks = self.core.huge != HugePages::Never;
+        let whole_blocks = self.core.settings.huge != HugePages::Never;
         Ok(self.core.frames.pool.to_be_moved(whole_blocks)?)
     }
 
@@ -261,9 +263,13 @@ impl Host {
         self.io.seed()
     }
 
-    /// The latency that the swap device states, in nanoseconds: no read completes earlier.
+    /// The latency that the swap device states, in nanoseconds, and the added delay: no read
+    /// completes earlier.
     pub fn stated_latency_ns(&self) -> u64 {
-        self.core.store.latency_ns()
+        self.core
+            .store
+            .latency_ns()
+            .saturating_add(self.core.delay_ns())
     }
 
     /// Whether a read takes less time than reporting it to a guest: the device answers at once, and
@@ -339,7 +345,7 @@ impl Drop for Host {
     }
 }
 
-fn check_budget(budget: PageCount, vcpus: usize) -> Result<(), HostError> {
+pub(crate) fn check_budget(budget: PageCount, vcpus: usize) -> Result<(), HostError> {
     let minimum = Host::minimum_budget(vcpus);
     if budget < minimum {
         return Err(HostError::BudgetTooSmall {

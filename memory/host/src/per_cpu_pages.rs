@@ -53,6 +53,12 @@ impl PerCpuPages {
         self.report();
     }
 
+    /// Faults so far that filled a page or a compound page with zeros.
+    pub fn zero_fills(&self) -> u64 {
+        let count = &self.shared.count;
+        count.zero_fill.load(Ordering::Relaxed) + count.huge_fill.load(Ordering::Relaxed)
+    }
+
     /// Finds the region of `page` and puts it first; `None` if no region has the page.
     #[inline]
     pub(crate) fn find(&mut self, page: PageNo) -> Option<()> {

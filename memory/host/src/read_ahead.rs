@@ -34,7 +34,8 @@ impl Host {
 impl Core {
     /// Whether a read takes less time than reporting it to a guest.
     pub fn reads_at_once(&self) -> bool {
-        matches!(self.store.reads(), Reads::Immediate) && self.store.latency_ns() == 0
+        let is_immediate = matches!(self.store.reads(), Reads::Immediate);
+        is_immediate && self.store.latency_ns() == 0 && self.delay_ns() == 0
     }
 
     /// An access uses `page`, which was resident in `frame` a moment ago.

@@ -116,7 +116,7 @@ impl Core {
             // A caller that can map 2 MiB reads the block word first. The page words of a compound
             // page are then never read, so the kernel need not back them.
             if max_level >= Level::L2M
-                && self.huge != HugePages::Never
+                && self.huge() != HugePages::Never
                 && let Some(block_word) = cache.region().block_word(page).map(BlockWord::load)
                 && block_word != PageBlockState::Split
             {
@@ -228,7 +228,7 @@ impl Core {
         let block_word = region.block_word(page)?;
         let mut block = None;
         let zeros = region.origin.is_none();
-        if zeros && max_level >= Level::L2M && region.wants_huge(self.huge, page) {
+        if zeros && max_level >= Level::L2M && region.wants_huge(self.huge(), page) {
             block = self.frames.take_block();
             if block.is_none() {
                 FaultCounters::bump(&cache.shared.count.huge_fallback);
@@ -383,7 +383,7 @@ impl Core {
 
     fn own_place(&self, page: PageNo, cache: &PerCpuPages) -> Option<Pfn> {
         let region = cache.region();
-        if !region.wants_huge(self.huge, page) || !self.frames.has_plenty() {
+        if !region.wants_huge(self.huge(), page) || !self.frames.has_plenty() {
             return None;
         }
         let frames = region

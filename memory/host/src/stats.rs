@@ -146,8 +146,8 @@ impl Core {
         let elsewhere = (frames.free_now() + frames.in_store()) as u64 + cached;
         HostStats {
             budget: frames.budget() as u64,
-            resident: (frames.budget() as u64).saturating_sub(elsewhere),
-            in_use_peak: (frames.budget() - frames.free_min()) as u64,
+            resident: (frames.total() as u64).saturating_sub(elsewhere),
+            in_use_peak: (frames.total() - frames.free_min()) as u64,
             store: frames.in_store() as u64,
             in_flight: self.in_flight() as u64,
             swap_entries: entries,

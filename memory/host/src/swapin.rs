@@ -27,7 +27,7 @@ impl Host {
             let page = ticket.number().get();
             trace!(target: "lacuna::fault", page, missing, "read begins");
             match missing {
-                true => self.core.ask_source(ticket),
+                true => self.io.request(&self.core, ticket),
                 false => {
                     let ahead = self.core.read_ahead(ticket);
                     self.io.read(&self.core, ticket.clone(), ahead);
@@ -74,7 +74,7 @@ impl Host {
             let page = ticket.number().get();
             trace!(target: "lacuna::fault", page, missing, "read begins, waits");
             match missing {
-                true => self.core.ask_source(ticket),
+                true => self.io.request(&self.core, ticket),
                 false => {
                     let ahead = self.core.read_ahead(ticket);
                     self.io.read_here(&self.core, ticket, ahead, stop);

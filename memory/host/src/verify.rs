@@ -55,7 +55,7 @@ impl Core {
         self.verify_blocks(&found);
         let mut count = BTreeMap::new();
         let mut resting = 0;
-        for index in 0..self.frames.budget() {
+        for index in 0..self.frames.total() {
             let frame = Pfn::new(index as u32);
             let state = self.frames.desc(frame).state();
             *count.entry(state as u8).or_insert(0usize) += 1;
@@ -100,12 +100,12 @@ impl Core {
             "per-CPU page caches and reads"
         );
         let total = free + cached_free + found.resident() + store;
-        assert_eq!(total, self.frames.budget(), "every frame is somewhere");
+        assert_eq!(total, self.frames.total(), "every frame is somewhere");
     }
 
     /// Compares every block descriptor with the block words.
     fn verify_blocks(&self, found: &Found) {
-        for index in 0..self.frames.budget() / BLOCK {
+        for index in 0..self.frames.total() / BLOCK {
             let state = self.frames.block(BlockNo::new(index as u32)).state();
             assert_eq!(
                 state != FrameBlockState::Split,

@@ -60,7 +60,6 @@ struct Inner {
     slabs: BTreeMap<u32, u64>,
     /// Frames with free places, by class.
     partial: [BTreeSet<u32>; CLASSES.len()],
-    limit: usize,
 }
 
 #[derive(Clone, Copy)]
@@ -146,7 +145,10 @@ impl Inner {
                 "compressed pages fill {taken} frames of the budget"
             ))
         };
-        if taken >= self.limit {
+        // The budget may have changed since the last call.
+        let budget = frames.budget();
+        let kept = (budget / 8).max(1024).min(budget / 2);
+        if taken >= budget - kept {
             return Err(full());
         }
         let frame = frames.take().ok_or_else(full)?.index() as u32;
@@ -186,8 +188,6 @@ impl SwapStore for MemoryStore {
         let budget = frames.budget();
         // Room for a cluster of compressible pages, and for a few others.
         frames.reserve((budget / 64).clamp(8, 64));
-        let kept = (budget / 8).max(1024).min(budget / 2);
-        self.lock().limit = budget - kept;
         self.frames = Some(frames);
     }
 

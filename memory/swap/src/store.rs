@@ -22,7 +22,7 @@ pub enum Reads<'a> {
 /// Frames of a budget, for a device that keeps pages in memory. Each is as large as a page, and is
 /// charged to the budget while the device has it.
 pub trait StoreFrames: Send + Sync {
-    /// Frames of the whole budget.
+    /// Frames of the whole budget at present.
     fn budget(&self) -> usize;
 
     /// Reserves the last `frames` free frames for the device.

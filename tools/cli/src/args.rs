@@ -8,7 +8,7 @@
 //! lacuna offload                  VMs of Cloud Hypervisor, saved and restored
 //! lacuna snapshot save FOLDER     a running guest, saved; restore FOLDER resumes it
 //! lacuna migrate ADDRESS          a running guest, moved to lacuna run --incoming ADDRESS
-//! lacuna ctl SOCKET REQUEST       a running guest: status, pause, resume, stop, stat, dirty
+//! lacuna ctl SOCKET REQUEST       a running guest: status, pause, resume, stop, stat, set, dirty
 //! lacuna lab [apf pml.score ...]  experiments, or parts of them; without a name, the first look
 //! lacuna lab --full               every mechanism, with as many rounds as figures to quote need
 //! lacuna test TOOL [...]          one test of the engine, as Linux's selftests of KVM
@@ -34,7 +34,7 @@ mod snapshot;
 mod test;
 mod tls;
 
-pub use ctl::{CtlArgs, CtlCommand, Pacing, WritesArgs};
+pub use ctl::{CtlArgs, CtlCommand, Pacing, SetArgs, WritesArgs};
 pub use dirty::{DIRTY, DirtyArgs};
 pub use lab::{Chosen, Experiment, LabArgs, Name, Parts, arch_of, repeats};
 pub use machine::RunOn;

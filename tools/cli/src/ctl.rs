@@ -1,7 +1,7 @@
 //! `lacuna ctl`: one request to the control socket of a guest. The monitors are in
 //! [`monitor`].
 
-use crate::args::{CtlArgs, CtlCommand, Output};
+use crate::args::{CtlArgs, CtlCommand, DIRTY, Output, SetArgs};
 use crate::client;
 use crate::exit::Exit;
 use crate::migrate::progress;
@@ -9,9 +9,11 @@ use crate::monitor;
 use crate::output::visible;
 use crate::run::{Refusal, exit_of};
 use crate::size::Size;
-use lacuna_control::{AskError, Client, State, Status};
+use lacuna_control::{AskError, Client, SetRequest, Setting, Settings, State, Status};
+use lacuna_lab::options::name_of;
 use serde_json::json;
 use std::path::Path;
+use std::time::Duration;
 
 /// Sends the request; prints the guest's status after it and returns the exit code.
 pub fn ctl(args: &CtlArgs) -> Exit {
@@ -22,6 +24,7 @@ pub fn ctl(args: &CtlArgs) -> Exit {
         CtlCommand::Resume(output) => ask(control, Client::resume, output),
         CtlCommand::Stop(output) => ask(control, Client::stop, output),
         CtlCommand::Stat(pacing) => monitor::stat(control, pacing),
+        CtlCommand::Set(args) => set(control, args),
         CtlCommand::Dirty(args) => monitor::writes(control, args),
     })
 }
@@ -34,6 +37,47 @@ fn ask(
     let status = client::ask(control, output, request)?;
     let text = in_words(&status);
     client::report(output, &text, "done", json!({ "status": status }))
+}
+
+/// Changes the settings; prints them.
+fn set(control: &Path, args: &SetArgs) -> Result<Exit, Refusal> {
+    let request = SetRequest {
+        async_faults: args.async_faults,
+        huge_pages: args.huge_pages,
+        detect: args.dirty,
+        resident_bytes: args.resident.map(|size| size.0),
+        source_delay_us: args.source_delay.map(|delay| delay.as_micros() as u64),
+    };
+    let change = |client: &mut Client| match request == SetRequest::default() {
+        true => client.settings(),
+        false => client.set(request),
+    };
+    let settings = client::ask(control, &args.output, change)?;
+    let text = settings_in_words(&settings);
+    client::report(&args.output, &text, "done", json!({ "settings": settings }))
+}
+
+/// Settings in lines, each with its option in front.
+fn settings_in_words(settings: &Settings) -> String {
+    fn line<T>(name: &str, setting: &Setting<T>, word: impl Fn(&T) -> String) -> String {
+        let value = setting.value.as_ref().map_or_else(|| "none".into(), word);
+        let fixed = setting.fixed.as_ref();
+        let fixed = fixed.map_or_else(String::new, |why| format!(" (fixed: {})", visible(why)));
+        format!("{name:<14}{value}{fixed}\n")
+    }
+    let on_off = |on: &bool| if *on { "on" } else { "off" }.to_owned();
+    [
+        line("async-faults", &settings.async_faults, on_off),
+        line("huge-pages", &settings.huge_pages, on_off),
+        line("dirty", &settings.detect, |of| name_of(&DIRTY, of).into()),
+        line("resident", &settings.resident_bytes, |bytes| {
+            Size(*bytes).to_string()
+        }),
+        line("source-delay", &settings.source_delay_us, |us| {
+            format!("{:?}", Duration::from_micros(*us))
+        }),
+    ]
+    .concat()
 }
 
 /// A status in lines, each with a name in front.

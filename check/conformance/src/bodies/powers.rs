@@ -3,7 +3,8 @@
 use std::thread;
 use std::time::Duration;
 
-use lacuna_addr::{GfnRange, PAGE_SIZE};
+use lacuna_addr::{GfnRange, PAGE_SIZE, PageCount, PageStates};
+use lacuna_machine::settings::SettingsChange;
 use lacuna_machine::{
     Apf, Detection, DirtyError, DirtyTracking as _, GuestMemory as _, MemorySlots as _, SlotId,
     Vcpu as _, Vm as _, Width,
@@ -74,6 +75,68 @@ pub fn async_faults_are_switched<B: Backend>(backend: &B) -> Outcome {
             Ok(())
         })
     })
+}
+
+/// Every setting that this VM can change changes at random while the guest runs. The guest finds
+/// each of its pages as it has written it.
+pub fn settings_change_at_random<B: Backend>(backend: &B) -> Outcome {
+    let backend = backend.clone();
+    let mut random = fastrand::Rng::with_seed(29);
+    within(move || {
+        beside_verify(&backend, Apf::On, |running, round| {
+            let vm = running.vm;
+            let now = vm.settings();
+            let mut pick = |is_fixed: bool| !is_fixed && random.bool();
+            let change = SettingsChange {
+                async_faults: pick(now.async_faults.fixed.is_some()).then_some(round % 2 == 0),
+                huge_pages: pick(now.huge_pages.fixed.is_some()).then_some(round % 3 == 0),
+                detection: pick(now.detection.fixed.is_some())
+                    .then_some([Detection::WriteProtect, Detection::Pml][round / 2 % 2]),
+                resident: pick(now.resident.fixed.is_some()).then_some(PageCount::from_bytes(
+                    [4 << 20, 7 << 20, 12 << 20][round % 3],
+                )),
+                source_delay: pick(now.source_delay.fixed.is_some())
+                    .then_some(Duration::from_micros([0, 300][round % 2])),
+            };
+            let changed = vm.change_settings(&change).expect("no setting is fixed");
+            if change.huge_pages.is_some() {
+                assert_eq!(changed.huge_pages.value, change.huge_pages);
+            }
+            let map = vm.page_map(100);
+            let pages =
+                |cell: &PageStates| cell.resident + cell.swapped + cell.missing + cell.untouched;
+            let counted: u64 = map.cells.iter().map(pages).sum();
+            assert_eq!(counted, PageCount::from_bytes(24 << 20).get());
+            assert!(map.cells.len() <= 100 && map.pages_per_cell >= 61);
+            Ok(())
+        })
+    })
+}
+
+/// A setting that a VM cannot change is refused with its name, and nothing else changes.
+pub fn fixed_settings_are_refused<B: Backend>(backend: &B) -> Outcome {
+    let request = Request::new(16, 16, 1, "");
+    let Made { vm, .. } = backend.make(&request, &guest(backend.arch(), "hello"))?;
+    let before = vm.settings();
+    let change = SettingsChange {
+        async_faults: Some(true),
+        source_delay: before.source_delay.value.map(|_| Duration::from_secs(1)),
+        ..SettingsChange::default()
+    };
+    let refused = vm.change_settings(&change).expect_err("not offered");
+    assert_eq!(refused.setting, "async_faults");
+    let change = SettingsChange {
+        resident: Some(PageCount::new(3)),
+        ..change
+    };
+    let change = SettingsChange {
+        async_faults: None,
+        ..change
+    };
+    let refused = vm.change_settings(&change).expect_err("too small");
+    assert_eq!(refused.setting, "resident");
+    assert_eq!(vm.settings(), before);
+    Ok(())
 }
 
 /// The detection of writes changes while slots log and the guest writes.

@@ -80,6 +80,8 @@ pub(crate) enum Executor {
 pub(crate) enum Completion {
     Read(Ticket, Result<(), SwapError>),
     Write(WriteBatch, Result<(), WriteFailed>),
+    /// The delay of a request to a page source is over.
+    Request(Ticket),
 }
 
 impl Completion {
@@ -90,7 +92,9 @@ impl Completion {
     /// Whether a page of `region` waits for this completion.
     fn concerns(&self, region: &Region) -> bool {
         match self {
-            Self::Read(ticket, _) => std::ptr::eq(&**ticket.region(), region),
+            Self::Read(ticket, _) | Self::Request(ticket) => {
+                std::ptr::eq(&**ticket.region(), region)
+            }
             Self::Write(batch, _) => batch.concerns(region),
         }
     }
@@ -170,6 +174,20 @@ impl Executor {
                     return Ok(());
                 }
             },
+        }
+    }
+
+    /// Requests the page of a ticket from its source when the added delay is over.
+    pub fn request(&self, core: &Core, ticket: &Ticket) {
+        let delay = core.delay_ns();
+        if delay == 0 || ticket.region().outside().is_some() {
+            return core.ask_source(ticket);
+        }
+        let due = core.clock.now().after(delay);
+        let completion = Completion::Request(ticket.clone());
+        match self {
+            Self::Real(real) => real.complete_at(due, completion),
+            Self::Virtual(world) => world.submit(due, completion),
         }
     }
 
@@ -285,7 +303,7 @@ impl Core {
     fn after(&self, latency_ns: impl FnOnce() -> u64) -> Nanos {
         let latency = match self.at_once.load(Ordering::Relaxed) {
             true => 0,
-            false => latency_ns(),
+            false => latency_ns().saturating_add(self.delay_ns()),
         };
         self.clock.now().after(latency)
     }
@@ -296,6 +314,9 @@ impl Core {
         match completion {
             Completion::Read(ticket, result) => self.complete_read(&ticket, result),
             Completion::Write(batch, result) => self.complete_write(batch, result),
+            // Otherwise the VMM has provided the page, or its region was removed.
+            Completion::Request(ticket) if !ticket.is_done() => self.ask_source(&ticket),
+            Completion::Request(_) => {}
         }
         self.completing.fetch_sub(1, Ordering::Release);
     }

@@ -56,6 +56,11 @@ impl Host {
         self.core.linux_limit.store(pages.get(), Ordering::Relaxed);
         self.core.wake_background();
     }
+
+    /// How many pages of Linux memory shall be in place; the largest number without a limit.
+    pub fn linux_limit(&self) -> PageCount {
+        PageCount::new(self.core.linux_limit.load(Ordering::Relaxed))
+    }
 }
 
 impl Core {

@@ -74,13 +74,17 @@ impl Host {
     }
 
     /// One step of background reclaim. It reclaims one batch if the free frames, together with
-    /// those that writes in flight will free, are below the high watermark, and if few enough
-    /// writes are in flight. It calls MMU notifiers and the swap device, so the caller holds no
-    /// lock.
+    /// those that writes in flight will free, are below the high watermark and the frames that a
+    /// smaller budget has still to withhold, and if few enough writes are in flight. It calls MMU
+    /// notifiers and the swap device, so the caller holds no lock.
     pub fn balance(&self) -> Progress {
         let core = &self.core;
         let writing = core.pages_writing();
-        if core.frames.available() + writing >= core.frames.high || writing >= MAX_WRITING {
+        if core.frames.left_to_withhold() > 0 {
+            core.frames.withhold(0);
+        }
+        let enough = core.frames.high() + core.frames.left_to_withhold();
+        if core.frames.available() + writing >= enough || writing >= MAX_WRITING {
             return Progress {
                 writing,
                 ..Progress::default()
@@ -91,9 +95,13 @@ impl Host {
         if let Some(error) = batch.error {
             core.note_reason(error);
         }
+        let freed = (core.freed() - before) as usize;
+        if core.frames.left_to_withhold() > 0 {
+            core.frames.withhold(freed);
+        }
         Progress {
             scanned: batch.scanned,
-            freed: (core.freed() - before) as usize,
+            freed,
             writing: core.pages_writing(),
         }
     }
@@ -143,12 +151,13 @@ impl Host {
             });
         }
         if let Some(error) = core.take_failure() {
-            return Err(error);
+            return core.or_extend(sweep.progress, error);
         }
         if sweep.progress.writing > 0 {
             return Ok(sweep.progress);
         }
-        Err(sweep.error.unwrap_or_else(|| core.exhausted()))
+        let error = sweep.error.unwrap_or_else(|| core.exhausted());
+        core.or_extend(sweep.progress, error)
     }
 
     fn wait_for_frame(
@@ -175,7 +184,9 @@ impl Host {
             }
             let (outlook, seen) = self.outlook(seen);
             let Some(pause) = patience.after(outlook, Instant::now()) else {
-                return Err(sweep.error.unwrap_or_else(|| core.exhausted()));
+                let error = sweep.error.unwrap_or_else(|| core.exhausted());
+                progress = core.or_extend(progress, error)?;
+                continue;
             };
             self.io.help(core, seen, pause);
         }
@@ -212,11 +223,11 @@ impl Host {
         let failures = || core.stats.write_failures.load(Ordering::Relaxed);
         let enough = failures() + MAX_FAILURES as u64;
         while core.frames.available() + core.pages_writing() < core.frames.queued().max(1)
-            && sweep.progress.scanned < MAX_TURNS * core.frames.budget()
+            && sweep.progress.scanned < MAX_TURNS * core.frames.total()
             && failures() < enough
             && !stop.load(Ordering::Acquire)
         {
-            let turn = sweep.progress.scanned / core.frames.budget();
+            let turn = sweep.progress.scanned / core.frames.total();
             let gentle = rounds < GENTLE && turn < TURNS_SPARING_ACCESSED;
             let priority = if gentle {
                 ScanPriority::SpareAccessed
@@ -271,7 +282,7 @@ impl Host {
                 }
                 if progress.scanned == 0 {
                     self.io.help(&self.core, seen, TICK);
-                } else if self.failure().is_some() || barren > MAX_TURNS * self.core.frames.budget()
+                } else if self.failure().is_some() || barren > MAX_TURNS * self.core.frames.total()
                 {
                     // The swap device fails or is full, or no page may be taken. Do not spin.
                     std::thread::park_timeout(PACE);
@@ -291,7 +302,7 @@ impl Host {
                 trimmed = self.core.trim_linux(hand);
             }
         }
-        let collapse = (self.core.huge != HugePages::Never).then(|| self.collapse_step());
+        let collapse = (self.core.huge() != HugePages::Never).then(|| self.collapse_step());
         let is_idle = matches!(collapse, None | Some(Collapse::Idle));
         let pause = match trimmed {
             Trimmed::Left(1..) => return,
@@ -313,7 +324,7 @@ impl Core {
     }
 
     pub fn is_low(&self) -> bool {
-        self.frames.available() < self.frames.low
+        self.frames.available() < self.frames.low() || self.frames.left_to_withhold() > 0
     }
 
     /// Wakes the background thread when free frames are below the low watermark. A fault calls
@@ -364,6 +375,16 @@ impl Core {
         lock(&self.tickets).values().any(Ticket::is_started)
     }
 
+    /// Extends a budget below the pool's size, because reclaim has failed with `error`: a smaller
+    /// budget ends no guest. Otherwise returns the error.
+    fn or_extend(&self, progress: Progress, error: HostError) -> Result<Progress, HostError> {
+        if !self.frames.extend_budget() {
+            return Err(error);
+        }
+        let freed = self.frames.available();
+        Ok(Progress { freed, ..progress })
+    }
+
     /// Why no frame is free: the swap device's last error, or else that every page is pinned.
     fn exhausted(&self) -> HostError {
         if let Some(failure) = &*lock(&self.failure) {
@@ -371,7 +392,7 @@ impl Core {
         }
         let budget = self.frames.budget();
         HostError::Exhausted {
-            in_use: budget - self.frames.free_now(),
+            in_use: self.frames.total() - self.frames.free_now(),
             budget,
         }
     }

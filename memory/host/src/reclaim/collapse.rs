@@ -89,7 +89,7 @@ impl Host {
     /// The step calls MMU notifiers, so the caller must not hold a lock.
     pub fn collapse_step(&self) -> Collapse {
         let core = &*self.core;
-        if core.huge == HugePages::Never || core.is_low() {
+        if core.huge() == HugePages::Never || core.is_low() {
             return Collapse::Idle;
         }
         let mut round = Round::new(core, ScanPriority::SpareAccessed);
@@ -106,7 +106,7 @@ impl Core {
             let Some((region, first)) = self.next_block(&regions) else {
                 return Collapse::Idle;
             };
-            if region.wants_huge(self.huge, first)
+            if region.wants_huge(self.huge(), first)
                 && let Some(pages) = self.gather(&region, first)
             {
                 return self.collapse(round, pages);

@@ -93,7 +93,7 @@ impl Core {
     /// Isolates the next pages under the clock hand that may be taken. Returns them sorted by
     /// notifier and address.
     fn pick(&self, round: &mut Round) -> Vec<Victim> {
-        let total = self.frames.budget();
+        let total = self.frames.total();
         let mut picked = Vec::with_capacity(PICK);
         let mut looks = 0;
         while picked.len() < PICK && looks < SCAN && round.scanned < total {

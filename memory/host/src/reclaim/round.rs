@@ -59,7 +59,7 @@ impl Round {
     pub fn new(core: &Core, priority: ScanPriority) -> Self {
         let regions = core.regions.snapshot();
         // Frames of a store in memory are not shared among the regions.
-        let pages = core.frames.budget() - core.frames.in_store();
+        let pages = core.frames.budget().saturating_sub(core.frames.in_store());
         let allowance = regions
             .iter()
             .map(|region| region.resident() - region.floor(pages, regions.len()))

@@ -111,7 +111,7 @@ impl Core {
     /// without a frame. The pages count as dirty from now on. Returns the number of freed entries.
     fn shed_entries(&self) -> usize {
         let mut shed = 0;
-        for index in 0..self.frames.budget() {
+        for index in 0..self.frames.total() {
             let frame = Pfn::new(index as u32);
             let desc = self.frames.desc(frame);
             if desc.state() != FrameState::Used {

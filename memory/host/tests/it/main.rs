@@ -20,6 +20,7 @@ mod private;
 mod refusals;
 mod refused;
 mod ring;
+mod settings;
 mod shared;
 mod slow;
 mod source;

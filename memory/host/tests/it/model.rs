@@ -84,6 +84,11 @@ enum Op {
     },
     /// From now on a read from swap brings up to so many pages.
     ReadAhead(u64),
+    /// A budget of so many eighths of the pool. It is refused if that is too small.
+    Budget(u64),
+    HugePages(bool),
+    /// An added delay in microseconds.
+    Delay(u64),
 }
 
 /// The size of a test's host.
@@ -140,6 +145,9 @@ fn op(size: Size) -> impl Strategy<Value = Op> {
         3 => Just(Op::Collapse),
         1 => (vm.clone(), page).prop_map(|(vm, page)| Op::Advise { vm, page }),
         1 => (0..7u32).prop_map(|log| Op::ReadAhead(1 << log)),
+        1 => (1..=8u64).prop_map(Op::Budget),
+        1 => any::<bool>().prop_map(Op::HugePages),
+        1 => prop_oneof![Just(0), 1..1000u64].prop_map(Op::Delay),
         1 => (vm, prop_oneof![Just(Level::L4K), Just(Level::L2M)])
             .prop_map(|(vm, max_level)| Op::MaxLevel { vm, max_level }),
     ]
@@ -237,20 +245,7 @@ impl Fixture {
                     self.touch(vm, page + i, Use::Write(value.wrapping_mul(i + 1)));
                 }
             }
-            Op::Prefetch { vm, page } => {
-                let vm = &mut self.vms[vm];
-                let addr = vm.addr(page);
-                if let Resolution::Pending(ticket) | Resolution::Missing(ticket) = self
-                    .host
-                    .resolve(addr, Access::Read, Level::L4K, &mut vm.cache)
-                {
-                    if page % 2 == 0 {
-                        self.host.start(&ticket);
-                    }
-                    self.tickets.push(ticket);
-                }
-                vm.cache.unpin_all();
-            }
+            Op::Prefetch { vm, page } => self.prefetch(vm, page),
             Op::Balance => _ = self.host.balance(),
             Op::Time => _ = self.vms[0].step_time() || self.host.poll(self.clock.now()) > 0,
             Op::Break(fault) => self.store.iter().for_each(|store| store.set_fault(fault)),
@@ -285,9 +280,35 @@ impl Fixture {
                 self.host.advise_huge(range).unwrap();
             }
             Op::ReadAhead(pages) => self.host.set_read_ahead(PageCount::new(pages)),
+            Op::Budget(eighths) => {
+                let budget = PageCount::new(self.size.budget * eighths / 8);
+                match self.host.set_budget(budget) {
+                    Ok(()) => assert_eq!(self.host.budget(), budget),
+                    Err(error) => assert!(matches!(error, HostError::BudgetTooSmall { .. })),
+                }
+            }
+            Op::HugePages(on) => self.host.make_huge_pages(on),
+            // In real time here, the clock stands still and no delay would end.
+            Op::Delay(_) if self.host.seed().is_none() => {}
+            Op::Delay(us) => self.host.set_delay(Duration::from_micros(us)),
             Op::MaxLevel { vm, max_level } => self.vms[vm].max_level = max_level,
         }
         self.host.verify();
+    }
+
+    fn prefetch(&mut self, vm: usize, page: u64) {
+        let vm = &mut self.vms[vm];
+        let addr = vm.addr(page);
+        if let Resolution::Pending(ticket) | Resolution::Missing(ticket) =
+            self.host
+                .resolve(addr, Access::Read, Level::L4K, &mut vm.cache)
+        {
+            if page % 2 == 0 {
+                self.host.start(&ticket);
+            }
+            self.tickets.push(ticket);
+        }
+        vm.cache.unpin_all();
     }
 
     fn copy_out(&mut self, vm: usize, page: u64) {

@@ -2,10 +2,10 @@
 
 use super::{DIRTY, JsonTarget, Output};
 use crate::exit::EXIT_CODES;
-use crate::size::parse_duration;
+use crate::size::{Size, parse_duration};
 use clap::{Args, Subcommand};
 use lacuna::dirty::Detection;
-use lacuna_lab::options::named;
+use lacuna_lab::options::{Value, named};
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -35,6 +35,8 @@ pub enum CtlCommand {
     Stop(Output),
     /// Show the rates of the guest's counters, period by period
     Stat(Pacing),
+    /// Change settings while the guest runs; without an option, show them
+    Set(SetArgs),
     /// Track the guest's writes, and show how many pages it writes, period by period
     Dirty(WritesArgs),
 }
@@ -67,6 +69,32 @@ pub struct WritesArgs {
     #[arg(long, value_name = "pml|wp", value_parser = named(DIRTY))]
     pub dirty: Option<Detection>,
 }
+
+/// `lacuna ctl SOCKET set`. A setting that is fixed here is refused by name, and nothing changes.
+#[derive(Clone, PartialEq, Eq, Debug, Args)]
+pub struct SetArgs {
+    /// Whether the guest gets asynchronous page faults
+    #[arg(long, value_name = "on|off", value_parser = named(ON_OFF))]
+    pub async_faults: Option<bool>,
+    /// Whether faults and collapse make huge pages; existing ones stay until they are split
+    #[arg(long, value_name = "on|off", value_parser = named(ON_OFF))]
+    pub huge_pages: Option<bool>,
+    /// How writes are detected while they are logged, on soft
+    #[arg(long, value_name = "pml|wp", value_parser = named(DIRTY))]
+    pub dirty: Option<Detection>,
+    /// How much of its memory may be in the host's memory, at most as much as at its start
+    #[arg(long, value_name = "SIZE")]
+    pub resident: Option<Size>,
+    /// A delay added to each swap transfer and to each page of a page source, to test a slow one
+    #[arg(long, value_name = "TIME", value_parser = parse_duration)]
+    pub source_delay: Option<Duration>,
+    /// Where the settings are written
+    #[command(flatten)]
+    pub output: Output,
+}
+
+/// `on` and `off`.
+const ON_OFF: [Value<bool>; 2] = [("on", true, "On"), ("off", false, "Off")];
 
 #[cfg(test)]
 mod tests {
@@ -101,12 +129,21 @@ mod tests {
             (pacing, Some(Detection::WriteProtect))
         );
         assert_eq!(args.window, Duration::from_secs(120));
+        let args = parsed("lacuna ctl /run/c set --huge-pages off --resident 8M");
+        let CtlCommand::Set(args) = args.command else {
+            panic!("{args:?}");
+        };
+        assert_eq!(
+            (args.huge_pages, args.resident, args.async_faults),
+            (Some(false), Some(Size(8 << 20)), None)
+        );
         for (line, reason) in [
             ("lacuna ctl /run/c", "<COMMAND>"),
             ("lacuna ctl status", "<COMMAND>"),
             ("lacuna ctl /run/c fly", "unexpected argument 'fly' found"),
             ("lacuna ctl /run/c stat --count 0", "'0'"),
             ("lacuna ctl /run/c stat --every 5", "\"5\" has no unit"),
+            ("lacuna ctl /run/c set --dirty ring", "'ring'"),
             ("lacuna ctl /run/c pause --every 1s", "'--every'"),
         ] {
             let error = parse(line).unwrap_err().to_string();

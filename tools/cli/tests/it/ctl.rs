@@ -44,6 +44,47 @@ fn a_guest_is_paused_resumed_and_stopped() {
 }
 
 #[test]
+fn settings_are_shown_and_changed() {
+    let folder = TempDir::new().unwrap();
+    let guest = Guest::start(folder.path(), ENDLESS);
+    let set = |options: &str| {
+        let output = lacuna(&format!("ctl {} set {options}", guest.socket.display()));
+        let text = |bytes| String::from_utf8(bytes).unwrap();
+        (
+            output.status.code(),
+            text(output.stdout),
+            text(output.stderr),
+        )
+    };
+    let (code, text, _) = set("");
+    let before = "\
+async-faults  on
+huge-pages    off
+dirty         pml
+resident      8M
+source-delay  0ns
+";
+    assert_eq!((code, &*text), (Some(0), before));
+    let (code, text, _) = set("--async-faults off --dirty wp --resident 6M --source-delay 250us");
+    let after = "\
+async-faults  off
+huge-pages    off
+dirty         wp
+resident      6M
+source-delay  250µs
+";
+    assert_eq!((code, &*text), (Some(0), after));
+    let (code, _, errors) = set("--async-faults on --resident 9M");
+    assert_eq!(code, Some(2), "{errors}");
+    assert!(
+        errors.contains("resident_bytes: memory budget too large"),
+        "{errors}"
+    );
+    assert_eq!(set("").1, after);
+    assert_eq!(ctl(&guest, "stop"), "ended");
+}
+
+#[test]
 fn a_socket_without_a_guest_is_a_wrong_argument() {
     let folder = TempDir::new().unwrap();
     let (code, errors) = failure(&format!("ctl {}/none status", folder.path().display()));
