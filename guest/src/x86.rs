@@ -290,6 +290,11 @@ pub(crate) const IMAGES: &[Image] = &[
                 "2000",
                 "an interval longer than this is a gap, nanoseconds"
             ),
+            param(
+                "most_us",
+                "1000",
+                "an interval longer than this is the scheduler's, microseconds"
+            ),
             LOOK_MS,
             param("seconds", "10", "how long, seconds"),
             param("bytes", "all", "how much of the arena, bytes"),

@@ -93,6 +93,24 @@ pub fn check_limits(args: &RunArgs) -> Result<(), TooMuchMemory> {
     Ok(())
 }
 
+/// A warning about parameters of `--append` that the built-in guest does not read.
+pub fn unread_parameters(args: &RunArgs) -> Option<String> {
+    let arch = guests(args);
+    let image = arch.image(&args.image)?;
+    let params = image.params.iter().chain(arch.kernel_params());
+    let known: Vec<_> = params.map(|param| param.name).collect();
+    let words = args.append.split_whitespace();
+    let given = words.filter_map(|word| Some(word.split_once('=')?.0));
+    let unread: Vec<_> = given.filter(|name| !known.contains(name)).collect();
+    (!unread.is_empty()).then(|| {
+        let (unread, known) = (unread.join(", "), known.join(", "));
+        format!(
+            "--append: {} does not read {unread}: its parameters are {known}",
+            args.image
+        )
+    })
+}
+
 /// The built-in guests of the processor that `args` name.
 fn guests(args: &RunArgs) -> Arch {
     lacuna_lab::options::guests(args.arch.unwrap_or_default())

@@ -14,7 +14,7 @@ pub use restored::{Lazy, Record};
 
 use crate::args::{Backend, RunArgs, SwapMedium};
 use crate::exit::{self, Exit};
-use crate::image::{check_limits, load};
+use crate::image::{check_limits, load, unread_parameters};
 use crate::metrics::MetricsSocket;
 use crate::observe::{Observer, Watched};
 use crate::output::{check_target, complain, write_result_until_signal};
@@ -109,6 +109,9 @@ fn begin(args: &RunArgs) -> Result<Exit, Refusal> {
     check_limits(args).map_err(|error| usage(&error))?;
     check_target(&args.on.output)?;
     let file = load(args).map_err(|error| (error.kind().into(), error.to_string()))?;
+    if let Some(text) = unread_parameters(args) {
+        complain(&text);
+    }
     let image = Image::parse(&file);
     let image = image.map_err(|error| usage(&format!("{}: {error}", args.image)))?;
     check_arch(args, image.arch).map_err(|text| usage(&text))?;

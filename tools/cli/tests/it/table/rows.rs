@@ -227,6 +227,15 @@ pub const TABLE: &[Row] = &[
         1,
         &["the guest asked for a reset of its machine"],
     ),
+    (
+        Nothing,
+        "$LACUNA run hello --memory 16M --append secnds=3",
+        0,
+        &[
+            "hello does not read secnds: its parameters are ",
+            "slice_us",
+        ],
+    ),
     // Images.
     (
         Nothing,
