@@ -16,6 +16,8 @@ use lacuna_lab::{
     apf, base, interrupt, letters, migrate, pager, paging, pml, postcopy, restore, thp,
 };
 use lacuna_report::{Run, compared, html, markdown};
+use std::fs::OpenOptions;
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
@@ -39,6 +41,7 @@ fn shown(args: &LabArgs) -> Result<Exit, Refusal> {
     };
     let signals = catch_signals(&interrupt::flag())?;
     check_target(&args.output)?;
+    args.report.as_deref().map_or(Ok(()), check_report)?;
     let (exit, text, json) = match (&args.from, chosen) {
         (Some(path), _) => {
             let report: Report = read(path, from_json)?;
@@ -58,7 +61,8 @@ fn shown(args: &LabArgs) -> Result<Exit, Refusal> {
     };
     write_result_until_signal(&args.output, &text, &json, &signals)?;
     if let Some(path) = &args.report {
-        write_report(path, &html(&run, other.as_ref()))?;
+        let page = html(&run, other.as_ref());
+        std::fs::write(path, page).map_err(|error| unwritten(path, &error))?;
     }
     Ok(exit)
 }
@@ -114,12 +118,22 @@ fn interrupted_run(args: &LabArgs, parts: &[Parts]) -> Result<Option<Report>, Re
     ))
 }
 
-fn write_report(path: &Path, page: &str) -> Result<(), Refusal> {
-    let failed = |error| {
-        let path = path.display();
-        format!("cannot write the report to {path}: {error}; --from makes it from a saved run")
-    };
-    std::fs::write(path, page).map_err(|error| (Exit::Host, failed(error)))
+/// Checks before the command measures that the report can be written. A pipe or a device is not
+/// opened.
+fn check_report(path: &Path) -> Result<(), Refusal> {
+    let found = path.metadata();
+    if found.is_ok_and(|found| !found.is_file() && !found.is_dir()) {
+        return Ok(());
+    }
+    let opened = OpenOptions::new().append(true).create(true).open(path);
+    opened.map(drop).map_err(|error| unwritten(path, &error))
+}
+
+fn unwritten(path: &Path, error: &io::Error) -> Refusal {
+    let path = path.display();
+    let advice = "--from makes it from the JSON of a run";
+    let what = format!("cannot write the report to {path}: {error}; {advice}");
+    (Exit::Host, what)
 }
 
 /// Prints what `measure` returns. A signal ends it early.

@@ -1,11 +1,12 @@
 //! The stable JSON form of a command's measurements.
 //!
 //! ```text
-//! {"schema":1, "host":{...}, "command":"...", "results":[
+//! {"schema":1, "host":{...}, "commit":"abcdef1", "command":"...", "results":[
 //!   {"id":"fault.soft_vs_host", "value":0.38, "min":0.36, "max":0.41, "runs":15, "unit":"x",
 //!    "better":"lower", "bar":0.5, "wanted":0.4, "met":true, "reference":1.0,
 //!    "reference_source":"...", "simulated":false, "params":{...}, "arms":{"host":{...},...}}],
-//!  "skipped":[{"id":"cpu.x86.vs_qemu_tcg.mem64m", "why":"qemu-system-x86_64 is not installed"}]}
+//!  "skipped":[{"id":"cpu.x86.vs_qemu_tcg.mem64m", "why":"qemu-system-x86_64 is not installed"}],
+//!  "finished":[{"command":"lacuna lab base", "seconds":12, "results":1, "skipped":1, "about":1}]}
 //! ```
 //!
 //! Ids are part of the interface: `experiment.measure.variant`. An id is never reused for something

@@ -13,10 +13,10 @@ const EDGES: (f64, f64) = (14.0, 34.0);
 
 /// Charts of `all` series: those of one namespace, unit and number together. `name` names their run
 /// where there are two.
-pub(crate) fn charts(all: &[Series<'_>], name: &str) -> String {
-    let mut groups: Vec<Vec<&Series<'_>>> = Vec::new();
+pub(crate) fn charts(all: &[Series], name: &str) -> String {
+    let mut groups: Vec<Vec<&Series>> = Vec::new();
     for one in all {
-        let is_alike = |group: &&mut Vec<&Series<'_>>| kind(group[0]) == kind(one);
+        let is_alike = |group: &&mut Vec<&Series>| kind(group[0]) == kind(one);
         match groups.iter_mut().find(is_alike) {
             Some(group) => group.push(one),
             None => groups.push(vec![one]),
@@ -33,14 +33,14 @@ pub(crate) fn charts(all: &[Series<'_>], name: &str) -> String {
 }
 
 /// What the series of one chart have in common: the words before the measure, unit and number.
-fn kind<'s>(series: &'s Series<'_>) -> (Vec<&'s str>, &'s str, &'s str) {
+fn kind(series: &Series) -> (Vec<&str>, &str, &str) {
     let words = series.name.split('.');
     let words = words.take_while(|word| !word.contains('_'));
     (words.collect(), &series.along, &series.points[0].1.unit)
 }
 
 /// One chart with its legend.
-fn figure(curves: &[&Series<'_>], name: &str) -> String {
+fn figure(curves: &[&Series], name: &str) -> String {
     let unit = match &*curves[0].points[0].1.unit {
         "x" => "ratio".to_owned(),
         unit => escaped(unit),
@@ -75,13 +75,13 @@ fn figure(curves: &[&Series<'_>], name: &str) -> String {
     html + "</ul></figure>\n"
 }
 
-fn is_simulated(curve: &Series<'_>) -> bool {
+fn is_simulated(curve: &Series) -> bool {
     curve.points.iter().all(|(_, figure)| figure.simulated)
 }
 
 /// The published figures along the first curve that has some.
-fn published(curves: &[&Series<'_>]) -> Vec<(f64, f64)> {
-    let of = |curve: &&Series<'_>| -> Vec<(f64, f64)> {
+fn published(curves: &[&Series]) -> Vec<(f64, f64)> {
+    let of = |curve: &&Series| -> Vec<(f64, f64)> {
         let points = curve.points.iter();
         points
             .filter_map(|(at, figure)| Some((*at, figure.reference?)))
@@ -122,7 +122,7 @@ impl Plane {
     }
 }
 
-fn svg(curves: &[&Series<'_>], published: &[(f64, f64)]) -> String {
+fn svg(curves: &[&Series], published: &[(f64, f64)]) -> String {
     let points = || curves.iter().flat_map(|curve| &curve.points);
     let values = points().flat_map(|(_, figure)| [figure.min, figure.max]);
     let values = values.chain(published.iter().map(|(_, value)| *value));
@@ -158,7 +158,7 @@ fn svg(curves: &[&Series<'_>], published: &[(f64, f64)]) -> String {
 }
 
 /// Horizontal lines with the values, and the numbers below the curves.
-fn axes(plane: &Plane, curves: &[&Series<'_>]) -> String {
+fn axes(plane: &Plane, curves: &[&Series]) -> String {
     let mut svg = String::new();
     for value in plane.up.ticks() {
         let (y, number) = (plane.y(value), tick(value));

@@ -137,7 +137,7 @@ pub(crate) fn legend(other: Option<&str>) -> Vec<(String, String)> {
 fn interval(figure: &Figure, shape: &str, y: f64, scale: Scale) -> String {
     if !figure.value.is_finite() {
         return format!(
-            r#"<text class="small mid" x="50%" y="{}">no finite value</text>"#,
+            r#"<text class="small" x="6%" y="{}">no finite value</text>"#,
             y + 4.0
         );
     }

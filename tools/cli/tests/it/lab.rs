@@ -64,6 +64,13 @@ fn a_saved_run_becomes_a_table_and_a_report() {
 fn what_is_no_saved_run_is_refused_before_measuring() {
     let text = refused(lab("thp.call --compare /nonexistent.json"));
     assert!(text.contains("cannot read /nonexistent.json"), "{text}");
+    let mut unwritable = lab("thp.call --report /nonexistent/r.html");
+    let output = unwritable.assert().code(3).get_output().clone();
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        text.contains("cannot write the report to /nonexistent/r.html"),
+        "{text}"
+    );
     let text = refused(lab("--from /proc/self/cmdline"));
     assert!(
         text.contains("is not the JSON of `lacuna lab --json`"),
