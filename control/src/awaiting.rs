@@ -22,7 +22,7 @@ impl<'a> Awaiting<'a> {
 
     /// Serves clients until [`ControlSocket::end`] or [`ControlSocket::hand_over`].
     pub fn serve(&self) {
-        let answer = |request, _: &mut dyn FnMut(_) -> _| match self.answer(&request) {
+        let answer = |request, _, _: &mut dyn FnMut(_) -> _| match self.answer(&request) {
             Ok(status) => Answer::Status(Box::new(status)),
             Err(refused) => Answer::Error(refused),
         };

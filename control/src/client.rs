@@ -1,18 +1,24 @@
 //! The client's side of a control socket.
 
+use crate::lines::DESCRIPTORS_MAX;
 use crate::message::{
     Answer, MoveRequest, Progress, Request, SaveRequest, Saved, Saving, Status, WatchRequest,
     Writes,
 };
 use crate::refused::Refused;
 use crate::settings::{MapRequest, PageMap, SetRequest, Settings};
+use crate::store::url;
 use lacuna::ErrorKind;
+use lacuna::migrate::NewFolder;
 use lacuna::migrate::session::{Migrated, OutgoingProgress};
-use lacuna::migrate::transport::is_socket;
+use lacuna::migrate::transport::{Address, Dialer, TlsFiles, is_socket};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde_json::Number;
 use std::collections::BTreeMap;
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, IoSlice, Write};
 use std::iter;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
@@ -165,7 +171,8 @@ impl Client {
         }
     }
 
-    /// Saves the guest. `each` gets the progress, ten times a second.
+    /// Saves the guest. This process makes the files of a new folder, and passes them to the VM,
+    /// which may be in a sandbox. `each` gets the progress, ten times a second.
     pub fn save(
         &mut self,
         request: SaveRequest,
@@ -175,13 +182,29 @@ impl Client {
             Progress::Saving(now) => each(now),
             Progress::Moving(_) | Progress::Writes(_) => {}
         };
-        match self.ask(&Request::Snapshot(request), &mut each)? {
-            Answer::Snapshot(saved) => Ok(saved),
+        let made = match url(&request.path) {
+            None => Some(NewFolder::make(&request.path, request.base.as_deref())),
+            // The VM opens the store.
+            Some(_) => None,
+        };
+        let (folder, open) = made.transpose().map_err(Refused::from)?.unzip();
+        let files = open
+            .iter()
+            .flat_map(|open| open.files.iter().chain(&open.base));
+        let files: Vec<_> = files.map(|file| file.as_fd()).collect();
+        match self.ask_with(&Request::Snapshot(request), &files, &mut each)? {
+            Answer::Snapshot(saved) => {
+                folder
+                    .map_or(Ok(()), NewFolder::finish)
+                    .map_err(Refused::from)?;
+                Ok(saved)
+            }
             _ => Err(self.other()),
         }
     }
 
-    /// Moves the guest. `each` gets the progress, ten times a second.
+    /// Moves the guest. This process makes the connections and opens the files of TLS, and passes
+    /// them to the VM, which may be in a sandbox. `each` gets the progress, ten times a second.
     pub fn migrate(
         &mut self,
         request: MoveRequest,
@@ -191,9 +214,31 @@ impl Client {
             Progress::Moving(now) => each(now),
             Progress::Saving(_) | Progress::Writes(_) => {}
         };
-        match self.ask(&Request::Migrate(request), &mut each)? {
-            Answer::Migrated(migrated) => Ok(migrated),
-            _ => Err(self.other()),
+        let (dialer, asks) = match request.to.parse() {
+            // The VM has inherited it, or refuses the address.
+            Ok(Address::Fd(_)) | Err(_) => (None, None),
+            Ok(to) => {
+                let started = Dialer::start(to);
+                Some(started.map_err(|error| Refused::of(ErrorKind::Host, error))?).unzip()
+            }
+        };
+        let files = request.tls.iter().filter(|_| asks.is_some());
+        let files = files.map(TlsFiles::open).collect::<Result<Vec<_>, _>>();
+        let files = files.map_err(|error| Refused::request(error.to_string()))?;
+        let passed = files.iter().flatten().map(|file| file.as_fd());
+        let passed: Vec<_> = asks.iter().map(|asks| asks.as_fd()).chain(passed).collect();
+        let answer = self.ask_with(&Request::Migrate(request), &passed, &mut each);
+        let command = |text| match dialer.and_then(Dialer::command_end) {
+            Some(end) => format!("{text}: {end}"),
+            None => text,
+        };
+        match answer {
+            Ok(Answer::Migrated(migrated)) => Ok(migrated),
+            Ok(_) => Err(self.other()),
+            Err(AskError::Refused(Refused { kind, text })) => {
+                Err(Refused::of(kind, command(text)).into())
+            }
+            Err(error) => Err(error),
         }
     }
 
@@ -203,7 +248,7 @@ impl Client {
         mut self,
         request: WatchRequest,
     ) -> Result<impl Iterator<Item = Result<Writes, AskError>>, AskError> {
-        self.send(&Request::Dirty(request))?;
+        self.send(&Request::Dirty(request), &[])?;
         let mut is_over = false;
         Ok(iter::from_fn(move || {
             if is_over {
@@ -243,7 +288,17 @@ impl Client {
         request: &Request,
         each: &mut dyn FnMut(Progress),
     ) -> Result<Answer, AskError> {
-        self.send(request)?;
+        self.ask_with(request, &[], each)
+    }
+
+    /// As [`Client::ask`], with descriptors for the VM.
+    fn ask_with(
+        &mut self,
+        request: &Request,
+        descriptors: &[BorrowedFd<'_>],
+        each: &mut dyn FnMut(Progress),
+    ) -> Result<Answer, AskError> {
+        self.send(request, descriptors)?;
         loop {
             match self.read()? {
                 Answer::Progress(progress) => each(progress),
@@ -252,7 +307,7 @@ impl Client {
         }
     }
 
-    fn send(&mut self, request: &Request) -> Result<(), Refused> {
+    fn send(&mut self, request: &Request, descriptors: &[BorrowedFd<'_>]) -> Result<(), Refused> {
         let mut line = serde_json::to_vec(request).map_err(|error| {
             Refused::request(format!(
                 "the request has no JSON form: {error}; give another path"
@@ -261,7 +316,16 @@ impl Client {
         line.push(b'\n');
         // A VM without room for another client says so and closes the connection, perhaps before
         // this write.
-        let _ = self.stream.get_mut().write_all(&line);
+        let stream = self.stream.get_mut();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+        let mut rights = SendAncillaryBuffer::new(&mut space);
+        if !descriptors.is_empty() {
+            let fits = rights.push(SendAncillaryMessage::ScmRights(descriptors));
+            debug_assert!(fits, "no request has more");
+        }
+        let slices = &[IoSlice::new(&line)];
+        let sent = sendmsg(&*stream, slices, &mut rights, SendFlags::NOSIGNAL);
+        let _ = sent.map(|sent| stream.write_all(&line[sent..]));
         Ok(())
     }
 

@@ -1,12 +1,17 @@
 //! The lines of a connection to the control socket, parsed as requests.
 
 use crate::message::{LINE_MAX, Request};
-use std::io::{self, Read as _};
+use rustix::io::Errno;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use std::io::IoSliceMut;
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
 /// What a client has sent.
 pub(crate) enum Line {
-    Request(Request),
+    /// With the descriptors that came with it.
+    Request(Request, Vec<OwnedFd>),
     Wrong(String),
     TooLong,
     /// The client has closed the connection. A line without its end is no request.
@@ -18,6 +23,8 @@ pub(crate) struct Lines {
     stream: UnixStream,
     /// The bytes after the last whole line.
     bytes: Vec<u8>,
+    /// Descriptors that came since the last request.
+    descriptors: Vec<OwnedFd>,
     /// The client sends no more.
     is_over: bool,
 }
@@ -27,6 +34,7 @@ impl Lines {
         Self {
             stream,
             bytes: Vec::new(),
+            descriptors: Vec::new(),
             is_over: false,
         }
     }
@@ -42,7 +50,7 @@ impl Lines {
         match end {
             Some(end) => {
                 let line: Vec<u8> = self.bytes.drain(..=end).collect();
-                Some(parse(&line))
+                Some(parse(&line, std::mem::take(&mut self.descriptors)))
             }
             None if most == LINE_MAX => Some(Line::TooLong),
             None => self.is_over.then_some(Line::End),
@@ -52,17 +60,31 @@ impl Lines {
     /// Waits for some bytes, or the end.
     pub fn read(&mut self) {
         let mut bytes = [0; 4096];
-        match (&self.stream).read(&mut bytes) {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+        let mut rights = RecvAncillaryBuffer::new(&mut space);
+        let slices = &mut [IoSliceMut::new(&mut bytes)];
+        let read = recvmsg(&self.stream, slices, &mut rights, RecvFlags::CMSG_CLOEXEC);
+        for message in rights.drain() {
+            if let RecvAncillaryMessage::ScmRights(all) = message {
+                // More are closed, and their request is refused.
+                let room = DESCRIPTORS_MAX.saturating_sub(self.descriptors.len());
+                self.descriptors.extend(all.take(room));
+            }
+        }
+        match read.map(|message| message.bytes) {
             Ok(read @ 1..) => self.bytes.extend(&bytes[..read]),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(Errno::INTR) => {}
             _ => self.is_over = true,
         }
     }
 }
 
-fn parse(line: &[u8]) -> Line {
+/// The most descriptors of a request.
+pub(crate) const DESCRIPTORS_MAX: usize = 8;
+
+fn parse(line: &[u8], descriptors: Vec<OwnedFd>) -> Line {
     match serde_json::from_slice(line) {
-        Ok(request) => Line::Request(request),
+        Ok(request) => Line::Request(request, descriptors),
         Err(error) => Line::Wrong(format!(
             "this line is no request: {error}; a request is one line, such as \
              {{\"command\":\"status\"}}"
@@ -103,7 +125,7 @@ mod tests {
             (&long[1..], "End"),
         ] {
             let found = match first_line(bytes) {
-                Line::Request(_) => "Request",
+                Line::Request(..) => "Request",
                 Line::Wrong(_) => "Wrong",
                 Line::TooLong => "TooLong",
                 Line::End => "End",

@@ -15,7 +15,7 @@ use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::panic::resume_unwind;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::{Builder, Scope, ScopedJoinHandle, scope, sleep};
@@ -31,8 +31,8 @@ const UNREAD: Duration = Duration::from_secs(1);
 /// Sends progress to a client. `Break`: the client has disconnected.
 pub(crate) type Send<'a> = &'a mut dyn FnMut(Progress) -> ControlFlow<()>;
 
-/// Does what a request says, and returns the last answer.
-pub(crate) type Answering<'a> = &'a (dyn Fn(Request, Send<'_>) -> Answer + Sync);
+/// Does what a request says, with the descriptors that came with it, and returns the last answer.
+pub(crate) type Answering<'a> = &'a (dyn Fn(Request, Vec<OwnedFd>, Send<'_>) -> Answer + Sync);
 
 /// The control socket of one run, which is removed when the value is dropped.
 pub struct ControlSocket {
@@ -43,6 +43,8 @@ pub struct ControlSocket {
     /// Connections that the last `serve` has left to the next one.
     left: Mutex<Vec<Lines>>,
     actions: ClientActions,
+    /// Where a request may make files and connections, if not everywhere.
+    places: Option<Vec<PathBuf>>,
 }
 
 /// Requests are answered.
@@ -79,7 +81,32 @@ impl ControlSocket {
             phase: AtomicU8::new(SERVES),
             left: Mutex::default(),
             actions: ClientActions::default(),
+            places: None,
         })
+    }
+
+    /// This process is in a sandbox. A request without descriptors may save the guest below
+    /// `places` alone, absolute folders or URLs of object stores, and cannot move it.
+    pub fn confined_to(self, places: Vec<PathBuf>) -> Self {
+        Self {
+            places: Some(places),
+            ..self
+        }
+    }
+
+    /// Refuses a request to make files at `place`, or a connection to it, without descriptors.
+    pub(crate) fn check_place(&self, place: &Path) -> Result<(), Refused> {
+        match &self.places {
+            Some(places) if !places.iter().any(|allowed| place.starts_with(allowed)) => {
+                let place = place.display();
+                Err(Refused::request(format!(
+                    "{place}: this VM is in a sandbox, and opens no files and makes no connections \
+                     for a request: use lacuna snapshot save or lacuna migrate, which pass them \
+                     (docs/control.md), or start the VM with --allow-save or --no-sandbox"
+                )))
+            }
+            _ => Ok(()),
+        }
     }
 
     pub(crate) fn actions(&self) -> &ClientActions {
@@ -240,9 +267,9 @@ impl ControlSocket {
             };
             let stream = lines.stream();
             let answer = match line {
-                Line::Request(request) => {
-                    answer(request, &mut |now| send(stream, &Answer::Progress(now)))
-                }
+                Line::Request(request, descriptors) => answer(request, descriptors, &mut |now| {
+                    send(stream, &Answer::Progress(now))
+                }),
                 Line::Wrong(text) => Answer::Error(Refused::request(text)),
                 Line::TooLong => {
                     let text =

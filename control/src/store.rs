@@ -10,7 +10,7 @@ pub fn url(path: &Path) -> Option<&str> {
 }
 
 /// Why no program, or not this one, opens `url`.
-fn check(url: &str) -> Result<(), Refused> {
+pub(crate) fn check(url: &str) -> Result<(), Refused> {
     if !url.starts_with("s3://") {
         return Err(Refused::request(format!(
             "{url}: no such store is supported: give s3://bucket/prefix, or the path of a folder"

@@ -54,6 +54,7 @@ pub use layout::{MemoryLayout, SlotLayout};
 pub use page_set::PageSet;
 pub use rounds::{Budget, OnProgress, Progress, Round};
 pub use snapshot::{
-    Saved, Snapshot, SnapshotPages, Store, Target, Tracked, When, save, save_paused,
+    NewFolder, OpenFiles, Saved, Snapshot, SnapshotPages, Store, Target, Tracked, When, save,
+    save_paused,
 };
 pub use state::{MachineConfig, MachineState};

@@ -200,6 +200,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         ],
     ),
     ("lacuna-control", &["lacuna"]),
+    ("lacuna-sandbox", &[]),
     // What any VMM may import, and what is the repository's own.
     (
         "lacuna-cli",
@@ -212,6 +213,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-pager",
             "lacuna-pager-test",
             "lacuna-report",
+            "lacuna-sandbox",
         ],
     ),
     // It reads the lab's JSON, so that `xtask` needs no other crate for the committed report.
@@ -282,6 +284,7 @@ const ROOMS: &[(&str, Unsafe)] = &[
     ("lacuna-sys", Unsafe::Room),
     ("lacuna-kvm", Unsafe::Room),
     ("lacuna-pager-test", Unsafe::Room),
+    ("lacuna-sandbox", Unsafe::Room),
 ];
 
 /// The permission of `package` for `unsafe`.

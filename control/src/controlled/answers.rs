@@ -5,6 +5,7 @@ use crate::message::{Answer, Request};
 use crate::refused::Refused;
 use crate::socket::{ControlSocket, Send};
 use lacuna::{Running, Vm};
+use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 impl ControlSocket {
@@ -25,8 +26,8 @@ impl<V: Vm> Controlled<'_, V> {
     }
 
     fn serve_until(&self, is_over: &dyn Fn() -> bool) {
-        let answer = |request, send: Send<'_>| {
-            let answer = self.answer(request, send);
+        let answer = |request, descriptors, send: Send<'_>| {
+            let answer = self.answer(request, descriptors, send);
             answer.unwrap_or_else(Answer::Error)
         };
         self.socket.serve(&answer, &|| {
@@ -36,7 +37,12 @@ impl<V: Vm> Controlled<'_, V> {
     }
 
     /// A client that disconnects cancels its snapshot or its migration.
-    fn answer(&self, request: Request, send: Send<'_>) -> Result<Answer, Refused> {
+    fn answer(
+        &self,
+        request: Request,
+        descriptors: Vec<OwnedFd>,
+        send: Send<'_>,
+    ) -> Result<Answer, Refused> {
         match request {
             Request::Status {} => {}
             Request::Pause {} => self.pause()?,
@@ -45,8 +51,14 @@ impl<V: Vm> Controlled<'_, V> {
             Request::Cancel {} => self.cancel()?,
             Request::Keep {} => self.keep()?,
             Request::PostCopy {} => self.post_copy()?,
-            Request::Snapshot(request) => return self.save(&request, send).map(Answer::Snapshot),
-            Request::Migrate(request) => return self.migrate(request, send).map(Answer::Migrated),
+            Request::Snapshot(request) => {
+                let saved = self.save(&request, descriptors, send);
+                return saved.map(Answer::Snapshot);
+            }
+            Request::Migrate(request) => {
+                let migrated = self.migrate(request, descriptors, send);
+                return migrated.map(Answer::Migrated);
+            }
             Request::Settings {} => return Ok(Answer::Settings(self.settings())),
             Request::Set(request) => return self.set(&request).map(Answer::Settings),
             Request::Map(request) => return self.map(request).map(Answer::Map),

@@ -10,8 +10,11 @@ use lacuna::migrate::session::{
     Migrated, NoPostCopy, Outcome, Outgoing, OutgoingHandle, OutgoingStage, Stayed, Undecided,
 };
 use lacuna::migrate::stream::{Plan, STREAMS_MAX};
-use lacuna::migrate::transport::{Address, AddressError, Connector};
+use lacuna::migrate::transport::{Address, AddressError, Connector, TlsFiles};
 use lacuna::{ErrorKind, Vm};
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::sync::Mutex;
 
 impl<'a, V: Vm> Controlled<'a, V> {
@@ -19,11 +22,17 @@ impl<'a, V: Vm> Controlled<'a, V> {
     pub(super) fn migrate(
         &self,
         request: MoveRequest,
+        descriptors: Vec<OwnedFd>,
         send: Send<'_>,
     ) -> Result<Migrated, Refused> {
-        let mut outgoing = migration(request)?;
+        let is_passed = !descriptors.is_empty() || request.to.starts_with("fd:");
+        let to = request.to.clone();
+        let mut outgoing = migration(request, descriptors)?;
         self.check_runs()?;
         self.check_whole()?;
+        if !is_passed {
+            self.socket.check_place(Path::new(&to))?;
+        }
         // The guest must not resume here if the mover's thread cannot start.
         let undecided = Mutex::new(self.begin_moving(&mut outgoing)?);
         self.release_log();
@@ -196,7 +205,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
 }
 
 /// The migration that a request asks for.
-fn migration(request: MoveRequest) -> Result<Outgoing, Refused> {
+fn migration(request: MoveRequest, descriptors: Vec<OwnedFd>) -> Result<Outgoing, Refused> {
     let to = address(&request.to)?;
     let tls = request.tls;
     let paths = tls.iter().flat_map(|tls| [&tls.ca, &tls.cert, &tls.key]);
@@ -214,7 +223,35 @@ fn migration(request: MoveRequest) -> Result<Outgoing, Refused> {
         let text = format!("streams {}: give 1 to {STREAMS_MAX}", plan.streams);
         return Err(Refused::request(text));
     }
-    Ok(Outgoing::new(Connector::new(to, tls.as_ref())?, plan))
+    Ok(Outgoing::new(
+        connector(to, tls.as_ref(), descriptors)?,
+        plan,
+    ))
+}
+
+/// Connections to `to`: made here, or by the client that has passed a [`Dialer`]'s socket and the
+/// open files of `tls`.
+///
+/// [`Dialer`]: lacuna::migrate::transport::Dialer
+fn connector(
+    to: Address,
+    tls: Option<&TlsFiles>,
+    descriptors: Vec<OwnedFd>,
+) -> Result<Connector, Refused> {
+    let mut passed = descriptors.into_iter();
+    let Some(dialer) = passed.next() else {
+        return Ok(Connector::new(to, tls)?);
+    };
+    let files: Vec<File> = passed.map(File::from).collect();
+    let files: Result<[File; 3], _> = files.try_into();
+    match (tls, files) {
+        (Some(tls), Ok(files)) => Ok(Connector::dialled_by(dialer, to, Some((tls, files)))?),
+        (None, Err(files)) if files.is_empty() => Ok(Connector::dialled_by(dialer, to, None)?),
+        _ => Err(Refused::request(
+            "wrong descriptors: pass the socket that asks for connections, and the three files of \
+             tls, if there are some",
+        )),
+    }
 }
 
 /// The address of a request.

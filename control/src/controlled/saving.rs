@@ -8,9 +8,11 @@ use crate::store::{self, url};
 use crate::threads::{beside, lock};
 use lacuna::Vm;
 use lacuna::migrate::{
-    Budget, MigrateError, PausedGuest, Stop, Target, Tracked, When, save, save_paused,
+    Budget, MigrateError, OpenFiles, PausedGuest, Stop, Target, Tracked, When, save, save_paused,
 };
+use std::fs::File;
 use std::ops::ControlFlow;
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,6 +20,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// A snapshot in progress.
 struct Save<'s, 'a, V: Vm> {
     request: &'s SaveRequest,
+    /// The files, if the client has made them.
+    open: Option<&'s OpenFiles>,
     budget: Budget,
     /// The guest's vCPUs, if it was paused before.
     paused: Option<&'s PausedGuest<'a, V>>,
@@ -26,14 +30,24 @@ struct Save<'s, 'a, V: Vm> {
 }
 
 impl<'a, V: Vm> Controlled<'a, V> {
-    pub(super) fn save(&self, request: &SaveRequest, send: Send<'_>) -> Result<Saved, Refused> {
+    pub(super) fn save(
+        &self,
+        request: &SaveRequest,
+        descriptors: Vec<OwnedFd>,
+        send: Send<'_>,
+    ) -> Result<Saved, Refused> {
         let path = &request.path;
         if !path.is_absolute() && url(path).is_none() {
             return Err(Refused::relative(format_args!("path {:?}", path.display())));
         }
+        let open = open_files(request, descriptors)?;
         let budget = budget(request.downtime_ms)?;
         self.check_runs()?;
         self.check_whole()?;
+        if open.is_none() {
+            url(path).map_or(Ok(()), store::check)?;
+            self.socket.check_place(path)?;
+        }
         // The saver's thread alone locks it: vCPUs are sent to a thread, and not shared.
         let paused = Mutex::new(self.begin_saving(path)?);
         self.release_log();
@@ -41,6 +55,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         let work = || {
             self.open_and_save(&Save {
                 request,
+                open: open.as_ref(),
                 budget,
                 paused: lock(&paused).as_ref(),
                 is_over: &is_over,
@@ -88,9 +103,10 @@ impl<'a, V: Vm> Controlled<'a, V> {
 
     fn open_and_save(&self, save: &Save<'_, 'a, V>) -> Result<Saved, Refused> {
         let path = &save.request.path;
-        match url(path) {
-            None => self.save_to(Target::Folder(path), save),
-            Some(url) => store::with(url, save.is_over, |store| {
+        match (save.open, url(path)) {
+            (Some(open), _) => self.save_to(Target::Files(open), save),
+            (None, None) => self.save_to(Target::Folder(path), save),
+            (None, Some(url)) => store::with(url, save.is_over, |store| {
                 self.save_to(Target::Store(store), save)
             }),
         }
@@ -168,6 +184,30 @@ impl<'a, V: Vm> Controlled<'a, V> {
             }
             None => why.into(),
         }
+    }
+}
+
+/// The files that a client has made for its snapshot, if it has passed some.
+fn open_files(
+    request: &SaveRequest,
+    descriptors: Vec<OwnedFd>,
+) -> Result<Option<OpenFiles>, Refused> {
+    let mut files: Vec<File> = descriptors.into_iter().map(File::from).collect();
+    if files.is_empty() {
+        return Ok(None);
+    }
+    let base = request.base.as_ref().and_then(|_| files.pop());
+    match files.try_into() {
+        Ok(files) => Ok(Some(OpenFiles {
+            path: request.path.clone(),
+            files,
+            base,
+        })),
+        Err(_) => Err(Refused::request(format!(
+            "wrong descriptors: pass the new files {}, and the file checksums of the base, if \
+             there is one",
+            OpenFiles::NAMES.join(", ")
+        ))),
     }
 }
 

@@ -19,5 +19,5 @@ mod writer;
 
 pub use lazy::SnapshotPages;
 pub use reader::Snapshot;
-pub use target::{Store, Target};
+pub use target::{NewFolder, OpenFiles, Store, Target};
 pub use writer::{Saved, Tracked, When, save, save_paused};

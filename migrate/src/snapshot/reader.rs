@@ -312,7 +312,7 @@ fn beside(folder: &dyn Folder, name: &str) -> Result<Arc<dyn Folder>, MigrateErr
 }
 
 /// The longest files that are read whole if no other file says how long they are.
-const CHECKSUMS_MAX: u64 = 4 << 10;
+pub(super) const CHECKSUMS_MAX: u64 = 4 << 10;
 const STATE_MAX: u64 = crate::state::JSON_MAX as u64;
 
 /// Opens a regular file.

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! a folder          files in NAME.partial.PID beside it ─► made durable ─► renamed to NAME
+//! open files        files of a folder that another process has made, and names afterwards
 //! an object store   files in a temporary folder ─► objects, `checksums` last
 //! ```
 //! The pages of a running guest are copied several times, and an object is written once. So a
@@ -9,11 +10,12 @@
 //! ([`std::env::temp_dir`]). A reader opens `checksums` first: without it there is no snapshot.
 
 use super::files::{CHECKSUMS, MEMORY, PAGES, STATE, create_folder};
+use super::reader::{CHECKSUMS_MAX, checksums_of};
 use crate::MigrateError;
-use lacuna_source::{Folder, LocalFolder, rename_durably};
+use lacuna_source::{Folder, LocalFolder, create_file, rename_durably};
 use std::env;
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -29,6 +31,74 @@ pub struct Store<'a> {
     pub remove: &'a (dyn Fn(&str) -> io::Result<()> + Sync),
 }
 
+/// The open files of a new snapshot, for a process in a sandbox. Another process has made them, and
+/// gives their folder its name after the save.
+pub struct OpenFiles {
+    /// The place of the whole snapshot.
+    pub path: PathBuf,
+    /// New files that can be read and written, in the order of [`OpenFiles::NAMES`].
+    pub files: [File; 4],
+    /// The file `checksums` of the base.
+    pub base: Option<File>,
+}
+
+impl OpenFiles {
+    /// The names of the files.
+    pub const NAMES: [&str; 4] = [MEMORY, STATE, PAGES, CHECKSUMS];
+}
+
+/// The folder of [`OpenFiles`], in the process that makes it. A drop removes it.
+pub struct NewFolder {
+    path: PathBuf,
+    partial: PathBuf,
+}
+
+impl NewFolder {
+    /// Makes the files of a new snapshot at `path`, beside its last place. `base` is the snapshot
+    /// that has the other pages.
+    ///
+    /// # Errors
+    /// [`MigrateError`].
+    pub fn make(path: &Path, base: Option<&Path>) -> Result<(Self, OpenFiles), MigrateError> {
+        let target = Target::Folder(path);
+        target.check_new()?;
+        let base = base.map(|base| {
+            let file = File::open(base.join(CHECKSUMS));
+            file.map_err(|_| MigrateError::NoBase(base.to_owned()))
+        });
+        let base = base.transpose()?;
+        let partial = target.begin()?;
+        let path = path.to_owned();
+        let folder = Self { path, partial };
+        let make = |name| {
+            let path = folder.partial.join(name);
+            create_file(&path).map_err(MigrateError::io(&path, "make the file"))
+        };
+        let [memory, state, pages, checksums] = OpenFiles::NAMES.map(make);
+        let open = OpenFiles {
+            path: folder.path.clone(),
+            files: [memory?, state?, pages?, checksums?],
+            base,
+        };
+        Ok((folder, open))
+    }
+
+    /// Makes the saved files durable, and gives the folder its name.
+    ///
+    /// # Errors
+    /// [`MigrateError`].
+    pub fn finish(self) -> Result<(), MigrateError> {
+        Target::Folder(&self.path).finish(&self.partial)
+    }
+}
+
+impl Drop for NewFolder {
+    fn drop(&mut self) {
+        // After `finish` there is no such folder.
+        let _ = fs::remove_dir_all(&self.partial);
+    }
+}
+
 /// Where a new snapshot goes.
 #[derive(Clone, Copy)]
 pub enum Target<'a> {
@@ -36,6 +106,8 @@ pub enum Target<'a> {
     Folder(&'a Path),
     /// A place in an object store without a snapshot.
     Store(Store<'a>),
+    /// The files of a new folder.
+    Files(&'a OpenFiles),
 }
 
 impl<'a> From<&'a Path> for Target<'a> {
@@ -56,6 +128,7 @@ impl Target<'_> {
         match self {
             Self::Folder(path) => path,
             Self::Store(store) => store.folder.path(),
+            Self::Files(open) => &open.path,
         }
     }
 
@@ -66,6 +139,10 @@ impl Target<'_> {
     pub fn check_new(&self) -> Result<(), MigrateError> {
         let exists = match self {
             Self::Folder(path) => path.symlink_metadata().is_ok(),
+            Self::Files(open) => {
+                let is_empty = |file: &File| file.metadata().is_ok_and(|found| found.len() == 0);
+                !open.files.iter().all(is_empty)
+            }
             Self::Store(store) => match store.folder.open(CHECKSUMS) {
                 Ok(_) => true,
                 Err(error) if error.kind() == io::ErrorKind::NotFound => false,
@@ -81,11 +158,34 @@ impl Target<'_> {
         }
     }
 
-    /// The folder `name` beside it, as a reader has it.
-    pub(super) fn beside(&self, name: &str) -> io::Result<Arc<dyn Folder>> {
+    /// The CRC-32 of [`CHECKSUMS`] of the snapshot `name` beside it.
+    pub(super) fn checksums_beside(&self, name: &str) -> Result<u32, MigrateError> {
+        let folder: Arc<dyn Folder> = match self {
+            Self::Folder(path) => Arc::new(LocalFolder::new(&path.with_file_name(name))),
+            Self::Store(store) => store
+                .folder
+                .beside(name)
+                .map_err(MigrateError::io(self.path(), "find the folder beside it"))?,
+            Self::Files(open) => {
+                let mut text = Vec::new();
+                let read = open.base.as_ref().map_or(Ok(0), |file| {
+                    file.take(CHECKSUMS_MAX).read_to_end(&mut text)
+                });
+                read.map_err(MigrateError::io(self.path(), "read its base"))?;
+                return Ok(crc32fast::hash(&text));
+            }
+        };
+        checksums_of(&*folder)
+    }
+
+    /// Makes the file `name` of the snapshot, in `partial` if it goes to a folder.
+    pub(super) fn create(&self, partial: &Path, name: &str) -> io::Result<File> {
         match self {
-            Self::Folder(path) => Ok(Arc::new(LocalFolder::new(&path.with_file_name(name)))),
-            Self::Store(store) => store.folder.beside(name),
+            Self::Folder(_) | Self::Store(_) => create_file(&partial.join(name)),
+            Self::Files(open) => {
+                let at = OpenFiles::NAMES.iter().position(|known| *known == name);
+                open.files[at.expect("a file of a snapshot")].try_clone()
+            }
         }
     }
 
@@ -99,6 +199,7 @@ impl Target<'_> {
                 name.push(format!(".partial.{pid}"));
                 path.with_file_name(name)
             }
+            Self::Files(open) => return Ok(open.path.clone()),
             Self::Store(_) => {
                 let number = STARTED.fetch_add(1, Ordering::Relaxed);
                 env::temp_dir().join(format!("lacuna-snapshot.partial.{pid}.{number}"))
@@ -116,6 +217,15 @@ impl Target<'_> {
         Ok(partial)
     }
 
+    /// Removes what is left of a failed save in `partial`.
+    pub(super) fn abandon(&self, partial: &Path) {
+        match self {
+            // The process that has made the files removes them.
+            Self::Files(_) => {}
+            Self::Folder(_) | Self::Store(_) => drop(fs::remove_dir_all(partial)),
+        }
+    }
+
     /// Makes the snapshot from the files in `partial`, and removes that folder.
     pub(super) fn finish(&self, partial: &Path) -> Result<(), MigrateError> {
         match self {
@@ -129,6 +239,8 @@ impl Target<'_> {
                 synced.map_err(MigrateError::io(partial, "write the folder"))?;
                 Ok(rename_durably(partial, path)?)
             }
+            // The process that has made the files makes them durable.
+            Self::Files(_) => Ok(()),
             Self::Store(store) => {
                 let names = [MEMORY, STATE, PAGES, CHECKSUMS];
                 let done = names.iter().try_for_each(|name| {

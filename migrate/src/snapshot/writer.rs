@@ -4,7 +4,6 @@ use super::files::{
     Base, CHECKSUMS, DIFF, Document, MEMORY, PACKED, PAGES, STATE, UNCHANGED, WHOLE, ZEROS,
     entry_of, has_content,
 };
-use super::reader::checksums_of;
 use super::target::Target;
 use crate::changes::Changes;
 use crate::copy::PageSink;
@@ -13,9 +12,8 @@ use crate::rounds::{Budget, OnProgress, Pace, Round, Throttle, copy_all, copy_li
 use crate::{MachineConfig, MachineState, MemoryLayout, MigrateError, Snapshot};
 use lacuna_addr::PAGE_SIZE;
 use lacuna_machine::{Running, SourcePage, Vm};
-use lacuna_source::create_file;
 use rustix::fs::{FallocateFlags, fallocate};
-use std::fs::{self, File};
+use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -169,10 +167,8 @@ impl<'a, V: Vm> Tracked<'a, V> {
             return Err(MigrateError::Layers(self.last.clone()));
         }
         let name = name.ok_or_else(|| MigrateError::Apart(self.last.clone()))?;
-        let last = to
-            .beside(name)
-            .map_err(MigrateError::io(&self.last, "find the folder"))?;
-        if !checksums_of(&*last).is_ok_and(|found| found == self.checksums) {
+        let last = to.checksums_beside(name);
+        if !last.is_ok_and(|found| found == self.checksums) {
             return Err(MigrateError::NoBase(self.last.clone()));
         }
         let base = Base {
@@ -262,12 +258,12 @@ impl<'t> Writer<'t> {
         to.check_new()?;
         let partial = to.begin()?;
         let memory = partial.join(MEMORY);
-        let file = create_file(&memory).and_then(|file| {
+        let file = to.create(&partial, MEMORY).and_then(|file| {
             file.set_len(pages * PAGE_SIZE as u64)?;
             Ok(file)
         });
         let file = file.map_err(MigrateError::io(&memory, "make the file"));
-        let file = file.inspect_err(|_| drop(fs::remove_dir_all(&partial)))?;
+        let file = file.inspect_err(|_| to.abandon(&partial))?;
         Ok(Self {
             to,
             partial,
@@ -321,7 +317,8 @@ impl<'t> Writer<'t> {
             (CHECKSUMS, checksums.as_bytes()),
         ] {
             let path = self.partial.join(name);
-            let written = create_file(&path).and_then(|file| file.write_all_at(bytes, 0));
+            let file = self.to.create(&self.partial, name);
+            let written = file.and_then(|file| file.write_all_at(bytes, 0));
             written.map_err(MigrateError::io(&path, "write the file"))?;
         }
         self.to.finish(&self.partial)?;
@@ -357,7 +354,7 @@ fn pack(memory: &File, entries: &[u32]) -> io::Result<()> {
 impl Drop for Writer<'_> {
     fn drop(&mut self) {
         // After `finish` there is no such folder.
-        let _ = fs::remove_dir_all(&self.partial);
+        self.to.abandon(&self.partial);
     }
 }
 

@@ -1,8 +1,11 @@
 //! The address of the other side of a migration, and the files that TLS needs.
 
-use super::TransportError;
+use super::{TlsError, TransportError};
+use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -43,6 +46,35 @@ pub struct TlsFiles {
     /// Its private key.
     pub key: PathBuf,
 }
+
+impl TlsFiles {
+    /// Opens the authorities', the certificate's and the key's. The open of a pipe does not wait
+    /// for its other end.
+    ///
+    /// # Errors
+    /// A file cannot be opened.
+    pub fn open(&self) -> Result<[File; 3], TlsError> {
+        let mut options = OpenOptions::new();
+        options
+            .read(true)
+            .custom_flags(OFlags::NONBLOCK.bits() as i32);
+        let open = |(path, advice): (&PathBuf, &str)| {
+            let file = options.open(path);
+            file.map_err(|error| TlsError::of(path, &error, advice))
+        };
+        let [ca, cert, key] = [
+            (&self.ca, CERTIFICATES),
+            (&self.cert, CERTIFICATES),
+            (&self.key, KEY),
+        ]
+        .map(open);
+        Ok([ca?, cert?, key?])
+    }
+}
+
+/// The advices about a file with a private key, and with certificates.
+pub(super) const KEY: &str = "give the private key of the certificate as a PEM file";
+pub(super) const CERTIFICATES: &str = "give certificates as a PEM file";
 
 /// Why a text is no address, with an example of one.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]

@@ -1,29 +1,28 @@
 //! The source's side: makes connections.
 
-use super::command::execute;
-use super::inherited::inherited;
+use super::dial::dial;
+use super::dialer::ask;
 use super::link::{LOOK, Link};
 use super::stream::{Socket, Stream};
 use super::tls::Tls;
-use super::{Address, HostPort, TlsFiles, TransportError};
+use super::{Address, TlsFiles, TransportError};
 use crate::stream::{Connection, Connections};
 use lacuna_sync::{Mutex, lock, lock_order};
+use std::fs::File;
 use std::io;
-use std::net::{TcpStream, ToSocketAddrs as _};
-use std::os::unix::net::UnixStream;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
-use std::time::{Duration, Instant};
-
-/// How long a host may take to accept a connection.
-const CONNECT: Duration = Duration::from_secs(5);
+use std::time::Instant;
 
 /// Makes connections to one destination.
 pub struct Connector {
     to: Address,
     tls: Option<Tls>,
+    /// The process that makes the connections, if this one does not.
+    dialer: Option<Arc<OwnedFd>>,
     link: Arc<Link>,
     /// The first connection, until the migration takes it.
     first: Mutex<Option<Box<dyn Connection>>, lock_order::FirstConnection>,
@@ -38,13 +37,35 @@ impl Connector {
     /// [`TransportError`].
     pub fn new(to: Address, tls: Option<&TlsFiles>) -> Result<Self, TransportError> {
         to.check_tls(tls)?;
-        Ok(Self {
+        let tls = tls.map(Tls::load).transpose()?;
+        Ok(Self::of(to, tls, None))
+    }
+
+    /// As [`Connector::new`], for a process in a sandbox. Another process makes the connections
+    /// ([`Dialer`](super::Dialer)), and has opened the files that `tls` names: the authority's, the
+    /// certificate's and the key's.
+    ///
+    /// # Errors
+    /// [`TransportError`].
+    pub fn dialled_by(
+        dialer: OwnedFd,
+        to: Address,
+        tls: Option<(&TlsFiles, [File; 3])>,
+    ) -> Result<Self, TransportError> {
+        to.check_tls(tls.as_ref().map(|(names, _)| *names))?;
+        let tls = tls.map(|(names, files)| Tls::read(names, &files));
+        Ok(Self::of(to, tls.transpose()?, Some(Arc::new(dialer))))
+    }
+
+    fn of(to: Address, tls: Option<Tls>, dialer: Option<Arc<OwnedFd>>) -> Self {
+        Self {
             to,
-            tls: tls.map(Tls::load).transpose()?,
+            tls,
+            dialer,
             link: Arc::new(Link::of_source()),
             first: Mutex::new(None),
             is_used: AtomicBool::new(false),
-        })
+        }
     }
 
     /// Makes the first connection, so that its error is known before the migration begins.
@@ -99,11 +120,14 @@ impl Connector {
     /// this wait ends when the link says so.
     fn dial(&self) -> io::Result<Socket> {
         let (sender, dialled) = channel();
-        let to = self.to.clone();
+        let (to, dialer) = (self.to.clone(), self.dialer.clone());
         let named = thread::Builder::new().name("lacuna-dial".into());
         named.spawn(move || {
             // If nothing waits for the connection any more, it ends.
-            let _ = sender.send(dial(&to));
+            let _ = sender.send(match dialer {
+                Some(dialer) => ask(&dialer),
+                None => dial(&to),
+            });
         })?;
         let began = Instant::now();
         loop {
@@ -126,29 +150,6 @@ impl Connections for Connector {
             None => self.connect().map_err(io::Error::other),
         }
     }
-}
-
-fn dial(to: &Address) -> io::Result<Socket> {
-    match to {
-        Address::Unix(path) => UnixStream::connect(path).map(Socket::Unix),
-        Address::Tcp(place) | Address::Tls(place) => connect(place).map(Socket::Tcp),
-        Address::Fd(number) => inherited(*number),
-        Address::Exec(command) => {
-            execute(command).map(|(stream, end)| Socket::Command(stream, end))
-        }
-    }
-}
-
-/// Tries each address of the host.
-fn connect(place: &HostPort) -> io::Result<TcpStream> {
-    let mut last = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
-    for address in (place.host.as_str(), place.port).to_socket_addrs()? {
-        match TcpStream::connect_timeout(&address, CONNECT) {
-            Ok(stream) => return Ok(stream),
-            Err(error) => last = error,
-        }
-    }
-    Err(last)
 }
 
 fn advice(to: &Address, error: &io::Error) -> &'static str {

@@ -6,6 +6,7 @@ use rustix::net::{AddressFamily, SocketType, getpeername, sockopt};
 use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open};
 use std::io;
 use std::net::TcpStream;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
 /// A duplicate of the socket with this number, which this process has inherited.
@@ -23,7 +24,12 @@ pub(super) fn inherited(number: i32) -> io::Result<Socket> {
         ));
     }
     let this = pidfd_open(getpid(), PidfdFlags::empty())?;
-    let fd = pidfd_getfd(this, number, PidfdGetfdFlags::empty())?;
+    connected(pidfd_getfd(this, number, PidfdGetfdFlags::empty())?)
+}
+
+/// The connected socket `fd`, which another process has passed.
+pub(super) fn connected(fd: OwnedFd) -> io::Result<Socket> {
+    let wrong = |what: &str| io::Error::new(io::ErrorKind::InvalidInput, what);
     if sockopt::socket_type(&fd) != Ok(SocketType::STREAM) {
         return Err(wrong("the descriptor is no stream socket"));
     }

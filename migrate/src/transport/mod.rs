@@ -11,6 +11,8 @@
 //! | `link` | the shared state of one migration's connections: patience, counters |
 //! | `stream` | one connection: waits in short steps, so that a silent peer is noticed |
 //! | `connect` | the source's side: makes connections |
+//! | `dial` | connects to an address |
+//! | `dialer` | connections that another process makes for the source |
 //! | `introduction` | how long a peer has to introduce itself |
 //! | `candidates` | connections before the peers' introductions, all at the same time |
 //! | `tls` | TLS above a connection; without the feature `tls`: `no_tls`, which refuses it |
@@ -27,6 +29,8 @@ mod address;
 mod candidates;
 mod command;
 mod connect;
+mod dial;
+mod dialer;
 mod error;
 mod inherited;
 mod introduction;
@@ -45,6 +49,7 @@ use no_tls as tls;
 pub use address::{Address, AddressError, HostPort, TlsFiles};
 pub(crate) use candidates::Candidate;
 pub use connect::Connector;
+pub use dialer::Dialer;
 pub use error::{TlsError, TransportError};
 pub(crate) use link::Link;
 pub(crate) use listen::Accepted;

@@ -1,9 +1,9 @@
 //! TLS 1.3 above a connection. Each side has a certificate, and checks the other side's.
 
+use super::address::{CERTIFICATES, KEY};
 use super::stream::Stream;
 use super::{TlsError, TlsFiles};
 use crate::stream::{Connection, HangUp};
-use rustix::fs::OFlags;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::server::WebPkiClientVerifier;
@@ -13,9 +13,8 @@ use rustls::{
     StreamOwned,
 };
 use std::fmt::Display;
-use std::fs::OpenOptions;
+use std::fs::File;
 use std::io::{self, IoSlice, Read, Write};
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -30,21 +29,29 @@ pub struct Tls {
 }
 
 impl Tls {
-    /// Reads the files.
+    /// Opens and reads the files.
     ///
     /// # Errors
     /// A file cannot be read, or has other content.
     pub fn load(files: &TlsFiles) -> Result<Self, TlsError> {
+        Self::read(files, &files.open()?)
+    }
+
+    /// Reads the open files: the authority's, the certificate's and the key's. `files` has their
+    /// names.
+    ///
+    /// # Errors
+    /// A file cannot be read, or has other content.
+    pub fn read(files: &TlsFiles, [ca, cert, key]: &[File; 3]) -> Result<Self, TlsError> {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let mut roots = RootCertStore::empty();
-        for root in certificates(&files.ca)? {
+        for root in certificates(&files.ca, ca)? {
             let added = roots.add(root);
             added.map_err(|error| TlsError::of(&files.ca, &error, "give another authority"))?;
         }
-        let chain = certificates(&files.cert)?;
-        let advice = "give the private key of the certificate as a PEM file";
-        let key = PrivateKeyDer::from_pem_slice(&read(&files.key, advice)?)
-            .map_err(|error| TlsError::of(&files.key, &error, advice))?;
+        let chain = certificates(&files.cert, cert)?;
+        let key = PrivateKeyDer::from_pem_slice(&read(&files.key, key, KEY)?)
+            .map_err(|error| TlsError::of(&files.key, &error, KEY))?;
         let of_key = |error: Error| match error {
             Error::InvalidCertificate(why) => TlsError::of(
                 &files.cert,
@@ -52,7 +59,7 @@ impl Tls {
                 "give a certificate of X.509 version 3, for the name or address of this host \
                  (subjectAltName)",
             ),
-            error => TlsError::of(&files.key, &error, advice),
+            error => TlsError::of(&files.key, &error, KEY),
         };
         let client = ClientConfig::builder_with_provider(Arc::clone(&provider))
             .with_protocol_versions(&[&TLS13])
@@ -111,9 +118,9 @@ impl Tls {
     }
 }
 
-fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
-    let advice = "give certificates as a PEM file";
-    let text = read(path, advice)?;
+fn certificates(path: &Path, file: &File) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    let advice = CERTIFICATES;
+    let text = read(path, file, advice)?;
     let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&text).collect();
     let found = found.map_err(|error| TlsError::of(path, &error, advice))?;
     match found.is_empty() {
@@ -122,16 +129,10 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     }
 }
 
-/// The content of a file that a client of the control socket may have named: a pipe would keep this
-/// thread waiting, and a device may have no end.
-fn read(path: &Path, advice: &str) -> Result<Vec<u8>, TlsError> {
+/// The content of a file that a client of the control socket may have named: a device may have no
+/// end.
+fn read(path: &Path, file: &File, advice: &str) -> Result<Vec<u8>, TlsError> {
     let failed = |error: &dyn Display| TlsError::of(path, error, advice);
-    let mut options = OpenOptions::new();
-    // The open of a pipe does not wait for its other end.
-    options
-        .read(true)
-        .custom_flags(OFlags::NONBLOCK.bits() as i32);
-    let file = options.open(path).map_err(|error| failed(&error))?;
     let metadata = file.metadata().map_err(|error| failed(&error))?;
     if !metadata.is_file() {
         return Err(failed(&"no regular file"));

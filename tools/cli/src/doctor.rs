@@ -91,6 +91,7 @@ pub fn examine(swap_dir: &Path) -> Diagnosis {
         checks::huge_pages().named("huge_pages"),
         checks::hugetlbfs().named("hugetlbfs"),
         checks::userfaultfd().named("userfaultfd"),
+        checks::sandbox().named("sandbox"),
         checks::kvm().named("kvm"),
     ];
     checks.extend(checks::kvm_memory());

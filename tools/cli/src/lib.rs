@@ -20,10 +20,11 @@
 //! * [`doctor`]: what this host can do. [`manual`]: man pages and completions.
 //! * [`exit`], [`output`], [`pipe`], [`signals`]: exit codes; where text and JSON go; Ctrl-C.
 //! * [`log`], [`trace`]: events of the engine on stderr, and in a file for Perfetto.
-//! * [`metrics`]: the engine's counters by HTTP.
+//! * [`metrics`]: the engine's counters by HTTP. [`sandbox`]: what a process may do.
 //!
 //! It imports `lacuna`, `lacuna-control`, `lacuna-offload`, `lacuna-pager`, `lacuna-pager-test`,
-//! `lacuna-lab` and `lacuna-guest`, and nothing else of the workspace. No `unsafe`.
+//! `lacuna-sandbox`, `lacuna-lab` and `lacuna-guest`, and nothing else of the workspace. No
+//! `unsafe`.
 #![forbid(unsafe_code)]
 
 pub mod args;
@@ -50,6 +51,7 @@ pub mod pipe;
 mod progress;
 pub mod run;
 pub mod sample;
+pub mod sandbox;
 pub mod serve;
 pub mod signals;
 pub use lacuna_lab::size;

@@ -11,12 +11,14 @@ use crate::metrics::MetricsSocket;
 use crate::output::{check_target, complain, write_result_until_signal};
 use crate::progress;
 use crate::run::{Refusal, catch_signals, exit_of};
+use crate::sandbox;
 use crate::signals::Signals;
 use image::{ImageReport, OpenImage};
 use lacuna::metrics::Metrics;
 use lacuna::migrate::transport::PrivateSocket;
 use lacuna_lab::report::short;
 use lacuna_pager::{Config, Pager, StateFolder, Supervisor};
+use lacuna_sandbox::Sandbox;
 use serde::Serialize;
 use std::path::Path;
 use std::sync::Arc;
@@ -72,14 +74,7 @@ fn pager_until_signal(args: &PagerArgs) -> Result<Exit, Refusal> {
     let signals = catch_signals(&Arc::default())?;
     check_target(&args.output)?;
     let settings = Settings::of(args)?;
-    // The options of one image need no name. Of a file, it may be any image.
-    let named = |socket: &Path, (exit, text): Refusal| match &args.config {
-        None => (exit, text),
-        Some(file) => {
-            let (file, socket) = (file.display(), socket.display());
-            (exit, format!("{file}: the image of {socket}: {text}"))
-        }
-    };
+    let named = |socket: &Path, refusal| of_image(args, socket, refusal);
     let images = settings.images.into_iter().map(|image| {
         let socket = image.socket.clone();
         OpenImage::open(image).map_err(|refusal| named(&socket, refusal))
@@ -88,6 +83,12 @@ fn pager_until_signal(args: &PagerArgs) -> Result<Exit, Refusal> {
     // First: it waits for the end of the last pager, which has the other resources.
     let state = args.state.as_deref().map(open_state).transpose()?;
     let metrics = settings.metrics.map(MetricsSocket::open).transpose()?;
+    let sockets = images.iter().map(|image| {
+        let listens = image.listen(state.as_deref());
+        listens.map_err(|refusal| named(image.socket(), refusal))
+    });
+    let sockets = sockets.collect::<Result<Vec<_>, _>>()?;
+    enter_sandbox(args, images, settings.cold_after)?;
     // The pager reports under the lock of a VM, and stderr may block.
     let (sender, messages) = sync_channel(MESSAGES);
     let unsaid = Arc::new(AtomicU64::new(0));
@@ -104,11 +105,10 @@ fn pager_until_signal(args: &PagerArgs) -> Result<Exit, Refusal> {
         ..Config::default()
     });
     let pager = &pager.map_err(|error| host(format!("no descriptor is left: {error}")))?;
-    let sockets = images.iter().map(|image| {
-        let served = image.serve(pager, state.as_deref());
-        served.map_err(|refusal| named(image.socket(), refusal))
-    });
-    let sockets = sockets.collect::<Result<Vec<_>, _>>()?;
+    for (image, socket) in images.iter().zip(&sockets) {
+        let served = image.serve(pager, socket);
+        served.map_err(|refusal| named(image.socket(), refusal))?;
+    }
     let complaints = state.iter().flat_map(|state| state.complaints());
     complaints.for_each(|text| complain(&text));
     let fill = || {
@@ -135,6 +135,33 @@ fn pager_until_signal(args: &PagerArgs) -> Result<Exit, Refusal> {
         };
         serves.until_signal(&signals, sockets)
     })
+}
+
+/// The options of one image need no name. Of a file, it may be any image.
+fn of_image(args: &PagerArgs, socket: &Path, (exit, text): Refusal) -> Refusal {
+    match &args.config {
+        None => (exit, text),
+        Some(file) => {
+            let (file, socket) = (file.display(), socket.display());
+            (exit, format!("{file}: the image of {socket}: {text}"))
+        }
+    }
+}
+
+/// Enters the sandbox, before the first thread that reads from a VMM. With `--state` the pager
+/// takes VMs back from their VMMs, and with `--cold-after` it moves their pages.
+fn enter_sandbox(
+    args: &PagerArgs,
+    images: &[OpenImage],
+    cold_after: Option<Duration>,
+) -> Result<(), Refusal> {
+    let mut sandbox = Sandbox::new();
+    images.iter().for_each(|image| image.allow(&mut sandbox));
+    if args.state.is_some() || cold_after.is_some() {
+        sandbox.allow_processes();
+    }
+    sandbox::allow_output(&mut sandbox, &args.output);
+    sandbox::enter(&sandbox, &args.sandbox)
 }
 
 /// Opens the folder of `--state`.

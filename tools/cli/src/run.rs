@@ -12,7 +12,7 @@ mod threads;
 pub use report::{Asked, verdict};
 pub use restored::{Lazy, Record};
 
-use crate::args::{Backend, RunArgs, SwapMedium};
+use crate::args::{Backend, RunArgs, RunOn, SwapMedium};
 use crate::exit::{self, Exit};
 use crate::image::{check_limits, load, unread_parameters};
 use crate::metrics::MetricsSocket;
@@ -20,6 +20,7 @@ use crate::observe::{Observer, Watched};
 use crate::output::{check_target, complain, write_result_until_signal};
 use crate::pages::{self, GuestPages, Here};
 use crate::sample::{Before, Restored, RunReport};
+use crate::sandbox;
 use crate::signals::Signals;
 use crate::source::SourceError;
 use lacuna::memory::{LatencySetting, LinuxBacking, Swap};
@@ -108,6 +109,8 @@ fn begin(args: &RunArgs) -> Result<Exit, Refusal> {
     let signals = catch_signals(&Arc::default())?;
     check_limits(args).map_err(|error| usage(&error))?;
     check_target(&args.on.output)?;
+    let sockets = Sockets::open(&args.on)?;
+    sandbox::enter_run(args)?;
     let file = load(args).map_err(|error| (error.kind().into(), error.to_string()))?;
     if let Some(text) = unread_parameters(args) {
         complain(&text);
@@ -115,7 +118,7 @@ fn begin(args: &RunArgs) -> Result<Exit, Refusal> {
     let image = Image::parse(&file);
     let image = image.map_err(|error| usage(&format!("{}: {error}", args.image)))?;
     check_arch(args, image.arch).map_err(|text| usage(&text))?;
-    run_from(args, Start::Image(&image), &signals)
+    run_from(args, Start::Image(&image), &signals, &sockets)
 }
 
 /// Catches SIGHUP, SIGINT and SIGTERM, as [`Signals::catch`].
@@ -127,33 +130,35 @@ pub fn catch_signals(stop: &Arc<AtomicBool>) -> Result<Signals, Refusal> {
     signals.map_err(|error| (Exit::Host, format!("cannot catch signals: {error}")))
 }
 
-/// Runs a guest to its end, and prints the result.
-///
-/// # Errors
-/// The run cannot start, or its result cannot be written.
-pub fn run_from(args: &RunArgs, start: Start<'_>, signals: &Signals) -> Result<Exit, Refusal> {
-    let sockets = Sockets::open(args)?;
-    run_with(args, start, signals, &sockets)
-}
-
 /// The sockets of a command for other processes.
-struct Sockets {
+pub struct Sockets {
     control: Option<ControlSocket>,
     metrics: Option<MetricsSocket>,
 }
 
 impl Sockets {
-    fn open(args: &RunArgs) -> Result<Self, Refusal> {
-        let control = args.on.control.as_deref().map(ControlSocket::open);
+    /// Opens those that `on` names. This comes before the sandbox, which makes no socket.
+    ///
+    /// # Errors
+    /// A socket cannot be made.
+    pub fn open(on: &RunOn) -> Result<Self, Refusal> {
+        let control = on.control.as_deref().map(ControlSocket::open);
+        let control = control.transpose().map_err(exit::refusal)?;
         Ok(Self {
-            control: control.transpose().map_err(exit::refusal)?,
-            metrics: args.on.metrics.map(MetricsSocket::open).transpose()?,
+            control: match on.sandbox.no_sandbox {
+                true => control,
+                false => control.map(|socket| socket.confined_to(sandbox::save_places(on))),
+            },
+            metrics: on.metrics.map(MetricsSocket::open).transpose()?,
         })
     }
 }
 
-/// As [`run_from`], with open sockets.
-fn run_with(
+/// Runs a guest to its end, and prints the result.
+///
+/// # Errors
+/// The run cannot start, or its result cannot be written.
+pub fn run_from(
     args: &RunArgs,
     start: Start<'_>,
     signals: &Signals,

@@ -6,12 +6,14 @@ use crate::live::{columns, fit};
 use crate::output::{check_target, write_result_until_signal};
 use crate::progress;
 use crate::run::{Refusal, catch_signals, exit_of};
+use crate::sandbox;
 use crate::size::Size;
 use crate::source::{open_to_serve, whole_pages};
 use lacuna::migrate::transport::PrivateSocket;
 use lacuna::source::{Injected, Measured, PageSource, Policy, Server, SourceStats, serve as start};
 use lacuna_lab::report::{short, time};
 use lacuna_lab::result::{command_line, to_json};
+use lacuna_sandbox::{Access, Sandbox};
 use serde::Serialize;
 use std::io;
 use std::sync::Arc;
@@ -51,13 +53,14 @@ fn serve_until_signal(args: &ServeArgs) -> Result<Exit, Refusal> {
     let pages = whole_pages(args.memory.0)?;
     let interrupt = signals.flag().map_err(|error| host(&error))?;
     let policy = Policy::default();
+    let socket = PrivateSocket::bind(&args.socket).map_err(transport_refusal)?;
+    enter_sandbox(args)?;
     let (mut source, _) = open_to_serve(&args.source, Some(pages), policy, &interrupt)?;
     if let Some(faults) = args.faults() {
         let link = Injected::new(source, faults);
         source = Box::new(link.map_err(|error| host(&no_thread(&error)))?);
     }
     let source = Arc::new(Measured::new(source));
-    let socket = PrivateSocket::bind(&args.socket).map_err(transport_refusal)?;
     let asked = Arc::clone(&source) as Arc<dyn PageSource>;
     let listener = socket.listener().try_clone();
     let listener = listener.map_err(|error| host(&format!("no descriptor is left: {error}")))?;
@@ -95,6 +98,15 @@ fn serve_until_signal(args: &ServeArgs) -> Result<Exit, Refusal> {
     let json = to_json(&report);
     write_result_until_signal(&args.output, &(text + "\n"), &json, &signals)?;
     Ok(exit)
+}
+
+/// Enters the sandbox, before the first thread and the first byte of the source.
+fn enter_sandbox(args: &ServeArgs) -> Result<(), Refusal> {
+    let mut sandbox = Sandbox::new();
+    sandbox::allow_source(&mut sandbox, &args.source);
+    sandbox.allow(sandbox::parent(&args.socket), Access::Remove);
+    sandbox::allow_output(&mut sandbox, &args.output);
+    sandbox::enter(&sandbox, &args.sandbox)
 }
 
 fn no_thread(error: &io::Error) -> String {

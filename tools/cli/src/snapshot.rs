@@ -6,7 +6,8 @@ use crate::exit::{self, Exit};
 use crate::output::check_target;
 use crate::pages::Restoring;
 use crate::progress::bar;
-use crate::run::{Lazy, Record, Refusal, Start, catch_signals, exit_of, run_from};
+use crate::run::{Lazy, Record, Refusal, Sockets, Start, catch_signals, exit_of, run_from};
+use crate::sandbox;
 use lacuna::migrate::{MigrateError, Snapshot, Touches};
 use lacuna_control::store::{self, url};
 use lacuna_control::{SaveRequest, Saving};
@@ -87,6 +88,8 @@ pub(crate) fn absolute(folder: &Path) -> Result<PathBuf, Refusal> {
 fn restore(args: &RestoreArgs) -> Result<Exit, Refusal> {
     let signals = catch_signals(&Arc::default())?;
     check_target(&args.on.output)?;
+    let sockets = Sockets::open(&args.on)?;
+    sandbox::enter_restore(args)?;
     let interrupt = signals.flag();
     let interrupt = interrupt.map_err(|error| (Exit::Host, error.to_string()))?;
     let opened = open(args, &interrupt);
@@ -100,10 +103,10 @@ fn restore(args: &RestoreArgs) -> Result<Exit, Refusal> {
     let from = args.folder.display().to_string();
     let run = args.on.machine(from, snapshot.machine());
     if !args.lazy {
-        return run_from(&run, Start::Snapshot(&snapshot), &signals);
+        return run_from(&run, Start::Snapshot(&snapshot), &signals, &sockets);
     }
     let lazy = lazy(args, &snapshot, &interrupt).map_err(|error| refusal(&error))?;
-    run_from(&run, Start::Lazily(&lazy), &signals)
+    run_from(&run, Start::Lazily(&lazy), &signals, &sockets)
 }
 
 /// The snapshot in a folder, or at a URL.

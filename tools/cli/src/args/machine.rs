@@ -1,7 +1,7 @@
 //! The options of a run whose machine may be given: by a snapshot, or by the source of a migration.
 
-use super::group::{CONTROL, DEBUGGING, DEVICES, GUEST, MEMORY};
-use super::{Backend, DirtyArgs, Output, RunArgs, SwapSpec, THP, TlsArgs, address};
+use super::group::{CONTROL, DEBUGGING, DEVICES, GUEST, MEMORY, SECURITY};
+use super::{Backend, DirtyArgs, Output, RunArgs, SandboxArgs, SwapSpec, THP, TlsArgs, address};
 use crate::size::Size;
 use clap::Args;
 use lacuna::CpuModel;
@@ -59,6 +59,14 @@ pub struct RunOn {
     /// lacuna ctl SOCKET resume
     #[arg(long, requires = "control", help_heading = CONTROL)]
     pub paused: bool,
+    /// Let clients of --control save the guest below this folder, or to this object store, without
+    /// passing files to this process, as a script can with socat. lacuna snapshot save passes them,
+    /// and needs no such folder
+    #[arg(long, value_name = "FOLDER|URL", requires = "control", help_heading = SECURITY)]
+    pub allow_save: Vec<PathBuf>,
+    /// The limits of this process
+    #[command(flatten)]
+    pub sandbox: SandboxArgs,
     /// Where the result goes
     #[command(flatten, next_help_heading = CONTROL)]
     pub output: Output,

@@ -1,7 +1,7 @@
 //! The options of `lacuna pager`.
 
 use super::group::{AHEAD, CONTROL, MEMORY, PAGES, RESTART, SECURITY};
-use super::{Output, Pacing, PagesFrom, Patience, address};
+use super::{Output, Pacing, PagesFrom, Patience, SandboxArgs, address};
 use crate::exit::EXIT_CODES;
 use crate::size::{Size, parse_duration};
 use clap::{Args, Subcommand, ValueEnum};
@@ -47,6 +47,9 @@ pub struct PagerArgs {
     /// As lacuna run --metrics, with the counters of the pager
     #[arg(long, value_name = "IP:PORT", value_parser = address, help_heading = CONTROL)]
     pub metrics: Option<SocketAddr>,
+    /// The limits of this process
+    #[command(flatten)]
+    pub sandbox: SandboxArgs,
     /// Where the result goes
     #[command(flatten, next_help_heading = CONTROL)]
     pub output: Output,

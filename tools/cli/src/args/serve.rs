@@ -1,7 +1,7 @@
 //! The options of `lacuna serve`.
 
 use super::group::LINK;
-use super::{Output, PagesFrom};
+use super::{Output, PagesFrom, SandboxArgs};
 use crate::exit::EXIT_CODES;
 use crate::size::{Size, parse_duration};
 use clap::Args;
@@ -38,6 +38,9 @@ pub struct ServeArgs {
     /// Which requests are lost or held back
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = LINK)]
     pub seed: u64,
+    /// The limits of this process
+    #[command(flatten)]
+    pub sandbox: SandboxArgs,
     /// Where the result goes
     #[command(flatten)]
     pub output: Output,

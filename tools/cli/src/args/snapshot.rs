@@ -23,7 +23,7 @@ pub enum SnapshotCommand {
     /// afterwards
     Save(SaveArgs),
     /// Run a saved guest on from where it was saved
-    Restore(RestoreArgs),
+    Restore(Box<RestoreArgs>),
 }
 
 /// `lacuna snapshot save`.

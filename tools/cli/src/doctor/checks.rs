@@ -10,6 +10,7 @@ use lacuna::kvm::{KvmError, MemoryCapability, Tracker, VmBuilder};
 use lacuna::{Apf, Builder as _, DirtyTracking as _, PageCount};
 use lacuna_lab::external::find;
 use lacuna_lab::host_info::{HostInfo, kib};
+use lacuna_sandbox::{has_landlock, has_seccomp};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use super::Check;
@@ -195,6 +196,18 @@ pub(super) fn userfaultfd() -> Check {
             "it handles user-mode faults only",
             "enough for the soft backend; kvm needs sysctl vm.unprivileged_userfaultfd=1",
         ),
+    }
+}
+
+/// What confines a process of `lacuna run`, `serve` and `pager`.
+pub(super) fn sandbox() -> Check {
+    let advice = "run them as a user of their own: a guest that takes the process over gets all \
+                  that this user has (docs/sandbox.md)";
+    match (has_landlock(), has_seccomp()) {
+        (true, true) => Check::ok("Landlock confines files, seccomp system calls"),
+        (false, true) => Check::limited("seccomp confines system calls; no Landlock", advice),
+        (true, false) => Check::limited("Landlock confines files; no seccomp", advice),
+        (false, false) => Check::missing("neither Landlock nor seccomp", advice),
     }
 }
 

@@ -1,10 +1,11 @@
 //! An image of `lacuna pager`: its source, its fill, its record and its socket.
 
 use super::host;
-use crate::args::{PagedImage, Patience};
+use crate::args::{Lost, PagedImage, Patience};
 use crate::exit::{Exit, transport_refusal};
 use crate::output::complain;
 use crate::run::Refusal;
+use crate::sandbox::{allow_source, parent};
 use crate::size::Size;
 use crate::source::{open_to_serve, whole_pages};
 use lacuna::PageCount;
@@ -15,6 +16,7 @@ use lacuna::source::{
 };
 use lacuna_lab::report::time;
 use lacuna_pager::{Fill, FillRate, Image, Pager, Record, StateFolder};
+use lacuna_sandbox::{Access, Sandbox};
 use serde::Serialize;
 use std::fs::{Permissions, set_permissions};
 use std::num::NonZeroU64;
@@ -73,14 +75,35 @@ impl OpenImage {
         })
     }
 
-    /// Serves the VMs that connect to the new socket.
-    pub fn serve(
-        &self,
-        pager: &Pager,
-        state: Option<&StateFolder>,
-    ) -> Result<PrivateSocket, Refusal> {
+    /// Makes the socket. VMs wait until they are served.
+    pub fn listen(&self, state: Option<&StateFolder>) -> Result<PrivateSocket, Refusal> {
         let path = &self.is.socket;
         let socket = listen(path, state)?;
+        if !self.is.users.is_empty() {
+            // Each user can connect, and the pager refuses all but the named ones.
+            let opened = set_permissions(path, Permissions::from_mode(0o666));
+            opened.map_err(|error| host(format!("{}: {error}", path.display())))?;
+        }
+        Ok(socket)
+    }
+
+    /// Allows what its source, its records and its socket need.
+    pub fn allow(&self, sandbox: &mut Sandbox) {
+        allow_source(sandbox, &self.is.from);
+        sandbox.allow(parent(&self.is.socket), Access::Remove);
+        if let Some(file) = &self.is.record {
+            sandbox.allow(parent(file), Access::Fill);
+        }
+        if let Some(file) = &self.is.working_set {
+            sandbox.allow(file, Access::Read);
+        }
+        if self.is.when_lost == Some(Lost::Kill) {
+            sandbox.allow_processes();
+        }
+    }
+
+    /// Serves the VMs that connect to `socket`.
+    pub fn serve(&self, pager: &Pager, socket: &PrivateSocket) -> Result<(), Refusal> {
         let mut image = Image {
             when_lost: self.is.when_lost.unwrap_or_default().into(),
             vms_max: self.is.vms_max,
@@ -89,17 +112,11 @@ impl OpenImage {
             record: self.record.clone(),
             ..Image::new(Arc::clone(&self.source) as Arc<dyn PageSource>, self.pages)
         };
-        if !self.is.users.is_empty() {
-            image.users.extend(&self.is.users);
-            // Each user can connect, and the pager refuses all but these.
-            let opened = set_permissions(path, Permissions::from_mode(0o666));
-            opened.map_err(|error| host(format!("{}: {error}", path.display())))?;
-        }
+        image.users.extend(&self.is.users);
         let listener = socket.listener().try_clone();
         let listener = listener.map_err(|error| host(format!("no descriptor is left: {error}")))?;
         let serves = pager.serve(listener, image);
-        serves.map_err(|error| host(format!("cannot start a thread: {error}")))?;
-        Ok(socket)
+        serves.map_err(|error| host(format!("cannot start a thread: {error}")))
     }
 
     /// The path of its socket.

@@ -5,12 +5,13 @@
 //! ends the command, or with `--wait-again` the attempt, and the source gets the reason.
 
 use super::threads::{EndServing, failed};
-use super::{Job, Refusal, Sockets, Start, catch_signals, run_with};
+use super::{Job, Refusal, Sockets, Start, catch_signals, run_from};
 use crate::args::{MODES, RunArgs};
 use crate::exit::{Exit, transport_refusal};
 use crate::output::{check_target, complain, visible};
 use crate::progress::line;
 use crate::sample::Received;
+use crate::sandbox;
 use crate::signals::Signals;
 use crate::size::Size;
 use lacuna::migrate::session::{Arrival, Destination, IncomingEvent, IncomingHandle};
@@ -62,9 +63,10 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
     let cut: Arc<AtomicBool> = Arc::default();
     let signals = catch_signals(&cut)?;
     check_target(&args.on.output)?;
-    let sockets = Sockets::open(args)?;
+    let sockets = Sockets::open(&args.on)?;
     let files = args.tls.files(at).map_err(|text| (Exit::Usage, text))?;
     let listener = Listener::open(at, files.as_ref(), cut).map_err(transport_refusal)?;
+    sandbox::enter_run(args)?;
     let destination = Destination::new(listener, report);
     let at = destination.address().to_string();
     complain(&format!("waiting for a guest at {at}"));
@@ -82,7 +84,7 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
             ..args.on.machine(at.clone(), arrival.machine())
         };
         let done = check(arrival.machine())
-            .and_then(|()| run_with(&run, Start::Incoming(&arrival), &signals, &sockets));
+            .and_then(|()| run_from(&run, Start::Incoming(&arrival), &signals, &sockets));
         if let Err((_, why)) = &done {
             arrival.refuse(why);
         }

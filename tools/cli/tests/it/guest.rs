@@ -1,7 +1,11 @@
 //! `lacuna run` with a control socket, and its clients.
 
+use lacuna::migrate::transport::{Address, Dialer, TlsFiles};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde_json::{Value, json};
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, IoSlice, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -47,6 +51,7 @@ impl Guest {
         command.args(words.split_whitespace());
         command.args(append.iter().flat_map(|words| ["--append", words]));
         command.arg("--quiet").arg("--control").arg(&socket);
+        command.arg("--allow-save").arg(folder);
         command.arg("--json").arg(&json);
         command.envs(settings.iter().map(|(name, value)| (name, value)));
         command.stdout(Stdio::null()).stderr(Stdio::null());
@@ -138,9 +143,21 @@ impl Client {
         self.0.get_ref().set_read_timeout(Some(LIMIT)).unwrap();
     }
 
+    /// Sends a line, and what `lacuna migrate` passes beside a request of it.
     pub fn send(&mut self, bytes: &[u8]) {
+        let passed = passed(&serde_json::from_slice(bytes).unwrap_or_default());
+        let passed: Vec<_> = passed.iter().map(|passed| passed.as_fd()).collect();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+        let mut rights = SendAncillaryBuffer::new(&mut space);
+        if !passed.is_empty() {
+            assert!(rights.push(SendAncillaryMessage::ScmRights(&passed)));
+        }
+        let stream = self.0.get_mut();
+        let slices = &[IoSlice::new(bytes)];
         // The VM may have closed the connection after an answer.
-        let _ = self.0.get_mut().write_all(bytes);
+        if let Ok(sent) = sendmsg(&*stream, slices, &mut rights, SendFlags::NOSIGNAL) {
+            let _ = stream.write_all(&bytes[sent..]);
+        }
     }
 
     /// An answer; null if the connection is closed.
@@ -179,6 +196,20 @@ impl Client {
         let text = answer["error"]["text"].as_str();
         text.unwrap_or_else(|| panic!("{answer}")).to_owned()
     }
+}
+
+/// The descriptors for a request.
+fn passed(request: &Value) -> Vec<OwnedFd> {
+    let to = request["to"].as_str().unwrap_or_default().parse();
+    let to = match (request["command"].as_str(), to) {
+        (Some("migrate"), Ok(to)) if !matches!(to, Address::Fd(_)) => to,
+        _ => return Vec::new(),
+    };
+    let (_, asks) = Dialer::start(to).unwrap();
+    let tls = serde_json::from_value::<TlsFiles>(request["tls"].clone());
+    let files = tls.ok().and_then(|tls| tls.open().ok());
+    let files = files.into_iter().flatten().map(OwnedFd::from);
+    [asks].into_iter().chain(files).collect()
 }
 
 pub fn lacuna(words: &str) -> Output {

@@ -39,6 +39,7 @@ impl Destination {
         command.args(["run", "--quiet", "--incoming", address]);
         command.args(options.split_whitespace());
         command.arg("--control").arg(&control);
+        command.arg("--allow-save").arg(folder);
         command.arg("--json").arg(&json);
         command.stdout(Stdio::null()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();

@@ -3,6 +3,7 @@
 use super::destination::Destination;
 use super::{ENDLESS, Guest, is_moving, migrate, until};
 use crate::guest::failure;
+use lacuna_control::MoveRequest;
 use lacuna_skip::test;
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::net::listen;
@@ -166,18 +167,29 @@ fn wrong_descriptors_and_commands_are_refused() {
         ("fd:999".into(), "no such descriptor is open; give"),
         (format!("fd:{}", socket.unwrap()), "not inherited; give"),
         ("fd:x".into(), "write for example fd:3"),
-        ("exec:exit 7".into(), "ended with exit status: 7"),
-        (
-            "exec:/nowhere/program 2>/dev/null".into(),
-            "exit status: 127",
-        ),
     ] {
         let text = client.refused(migrate(&to));
         assert!(text.contains(told), "{to}: {text}");
     }
+    // The client starts a command, and knows its end.
+    for (to, told) in [
+        ("exec:exit 7", "ended with exit status: 7"),
+        ("exec:/nowhere/program 2>/dev/null", "exit status: 127"),
+    ] {
+        let mut client = lacuna_control::Client::connect(&guest.socket).unwrap();
+        let to = to.to_owned();
+        let request = MoveRequest {
+            to,
+            ..MoveRequest::default()
+        };
+        let error = client.migrate(request, &mut |_| {}).unwrap_err();
+        assert!(error.to_string().contains(told), "{error}");
+    }
     assert_eq!(client.state("stop"), "ended");
     assert_eq!(guest.end().0, 4);
     let (code, errors) = failure("run --incoming exec:false");
+    assert!(code == 2 && errors.contains("--no-sandbox"), "{errors}");
+    let (code, errors) = failure("run --incoming exec:false --no-sandbox");
     assert!(errors.contains("exit status: 1"), "{errors}");
     assert_eq!(code, 3, "{errors}");
 }

@@ -30,12 +30,9 @@ fn hostile_clients() {
         ),
         (
             json!({"command": "snapshot", "path": "/nowhere/here"}),
-            "/nowhere/here.partial",
+            "/nowhere/here: this VM is in a sandbox",
         ),
-        (
-            json!({"command": "snapshot", "path": "/"}),
-            "exists already",
-        ),
+        (json!({"command": "snapshot", "path": "/"}), "--allow-save"),
         (
             json!({"command": "snapshot", "path": "/tmp/x", "downtime_ms": u64::MAX}),
             "at most 86400000",

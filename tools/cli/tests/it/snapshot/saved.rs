@@ -180,6 +180,35 @@ fn since(path: &Path, base: &Path) -> Value {
     json!({"command": "snapshot", "path": path, "base": base})
 }
 
+/// A guest in its sandbox is saved to a folder that its process cannot open: the client makes the
+/// files, and removes them if the save fails.
+#[test]
+fn outside_of_the_sandbox() {
+    let [folder, other] = [(); 2].map(|()| TempDir::new().unwrap());
+    let [first, second] = ["first", "second"].map(|name| other.path().join(name));
+    let guest = Guest::start(folder.path(), ENDLESS);
+    let socket = guest.socket.display();
+    for (words, is_saved) in [
+        (format!("{} --track", first.display()), true),
+        (format!("{} --track", first.display()), false),
+        (
+            format!("{} --base {}", second.display(), first.display()),
+            true,
+        ),
+        (
+            format!("{}/no --base {}", other.path().display(), first.display()),
+            false,
+        ),
+    ] {
+        let output = lacuna(&format!("snapshot save {words} --control {socket}"));
+        assert_eq!(output.status.success(), is_saved, "{words}: {output:?}");
+    }
+    assert_eq!(guest.client().state("stop"), "ended");
+    assert_eq!(guest.end().0, 4);
+    lacuna::migrate::Snapshot::open(&second).unwrap();
+    assert_eq!(std::fs::read_dir(other.path()).unwrap().count(), 2);
+}
+
 /// Each snapshot has the changes since the one before, and each is restored with its bases.
 #[test]
 fn diffs() {
@@ -194,7 +223,7 @@ fn diffs() {
         text.contains("the last snapshot of this guest is"),
         "{text}"
     );
-    let text = client.refused(since(Path::new("/nowhere/x"), &first));
+    let text = client.refused(since(&folder.path().join("nowhere/x"), &first));
     assert!(text.contains("has to be in the folder of"), "{text}");
     // A failed snapshot loses no page of the next one.
     std::fs::create_dir(&failed).unwrap();

@@ -8,7 +8,7 @@ use lacuna::migrate::{Folder, LocalFolder, Snapshot, StoredFile};
 use lacuna::source::{FileError, PageRequest, PageSource, Policy};
 use lacuna_cli::args::{self, Cli, Patience};
 use lacuna_cli::pages::Restoring;
-use lacuna_cli::run::{Lazy, Start, exit_of, run_from};
+use lacuna_cli::run::{Lazy, Sockets, Start, exit_of, run_from};
 use lacuna_skip::test;
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -144,7 +144,8 @@ fn restoring_process() {
         panic!("another command");
     };
     let run = args.on.machine(String::new(), snapshot.machine());
-    let exit = exit_of(run_from(&run, Start::Lazily(&lazy), &signals));
+    let sockets = Sockets::open(&run.on).unwrap();
+    let exit = exit_of(run_from(&run, Start::Lazily(&lazy), &signals, &sockets));
     std::process::exit(exit.code().into());
 }
 
