@@ -109,6 +109,14 @@ impl Client {
         })
     }
 
+    /// A client of a socket in this process.
+    pub(crate) fn of(stream: UnixStream) -> Self {
+        Self {
+            path: "this process".into(),
+            stream: BufReader::new(stream),
+        }
+    }
+
     /// The state of the run.
     pub fn status(&mut self) -> Result<Status, AskError> {
         self.state_after(&Request::Status {})

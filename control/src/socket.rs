@@ -1,5 +1,6 @@
 //! The socket of a running guest, and its connections.
 
+use crate::client::Client;
 use crate::client_actions::ClientActions;
 use crate::lines::{Line, Lines};
 use crate::message::{Answer, LINE_MAX, Progress, Request};
@@ -36,7 +37,8 @@ pub(crate) type Answering<'a> = &'a (dyn Fn(Request, Vec<OwnedFd>, Send<'_>) -> 
 
 /// The control socket of one run, which is removed when the value is dropped.
 pub struct ControlSocket {
-    socket: PrivateSocket,
+    /// `None`: only clients of this process.
+    socket: Option<PrivateSocket>,
     /// Wakes all threads, for the end.
     bell: OwnedFd,
     phase: AtomicU8,
@@ -74,10 +76,21 @@ impl ControlSocket {
             Refused::of(ErrorKind::Host, text)
         };
         socket.listener().set_nonblocking(true).map_err(failed)?;
-        let bell = eventfd(0, EventfdFlags::CLOEXEC);
+        Self::of(Some(socket)).map_err(failed)
+    }
+
+    /// Makes a socket without a name. Its clients are those of [`ControlSocket::client`].
+    ///
+    /// # Errors
+    /// The host has no descriptor.
+    pub fn unnamed() -> io::Result<Self> {
+        Self::of(None)
+    }
+
+    fn of(socket: Option<PrivateSocket>) -> io::Result<Self> {
         Ok(Self {
             socket,
-            bell: bell.map_err(|errno| failed(errno.into()))?,
+            bell: eventfd(0, EventfdFlags::CLOEXEC)?,
             phase: AtomicU8::new(SERVES),
             left: Mutex::default(),
             actions: ClientActions::default(),
@@ -107,6 +120,18 @@ impl ControlSocket {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Connects a client of this process. Call it before the socket is served: the client's
+    /// requests wait for the next service.
+    ///
+    /// # Errors
+    /// The host has no descriptor.
+    pub fn client(&self) -> io::Result<Client> {
+        let (ours, theirs) = UnixStream::pair()?;
+        theirs.set_write_timeout(Some(UNREAD))?;
+        lock(&self.left).push(Lines::of(theirs));
+        Ok(Client::of(ours))
     }
 
     pub(crate) fn actions(&self) -> &ClientActions {
@@ -143,14 +168,16 @@ impl ControlSocket {
                     self.end();
                     break;
                 }
-                let mut fds = [
-                    PollFd::new(self.socket.listener(), PollFlags::IN),
-                    PollFd::new(&self.bell, PollFlags::IN),
-                ];
+                let listener = self.socket.as_ref().map(PrivateSocket::listener);
+                let mut fds = vec![PollFd::new(&self.bell, PollFlags::IN)];
+                fds.extend(listener.map(|listener| PollFd::new(listener, PollFlags::IN)));
                 let look = Timespec::try_from(LOOK).expect("a tenth of a second");
                 // After an interruption the loop continues, as after a new client.
                 let _ = poll(&mut fds, Some(&look));
-                match self.socket.listener().accept() {
+                let Some(listener) = listener else {
+                    continue;
+                };
+                match listener.accept() {
                     Ok((stream, _)) => self.connect(scope, stream, answer, &mut open),
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                     // No descriptor is left: another one may be closed meanwhile.

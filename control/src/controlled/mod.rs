@@ -28,6 +28,7 @@ use crate::refused::Refused;
 use crate::socket::ControlSocket;
 use crate::threads::lock;
 use crate::words::{given_up_at_source, undecided_at_source};
+use lacuna::metrics::Metrics;
 use lacuna::migrate::session::{IncomingHandle, IncomingStage, OutgoingHandle, Undecided};
 use lacuna::migrate::{Budget, MigrateError, PausedGuest, Tracked};
 use lacuna::{PlatformDevices, Running, Vm};
@@ -47,6 +48,8 @@ pub struct Controlled<'a, V: Vm> {
     pub incoming: Option<IncomingHandle>,
     /// The counts of the guest's pages, if they have a source.
     pub pages: Option<Arc<dyn PageCounts>>,
+    /// Adds the VMM's own counters.
+    pub more: Option<&'a (dyn Fn(&mut Metrics) + Sync)>,
     socket: &'a ControlSocket,
     vm: &'a V,
     devices: &'a PlatformDevices,
@@ -84,6 +87,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         Self {
             incoming: None,
             pages: None,
+            more: None,
             socket,
             vm,
             devices,

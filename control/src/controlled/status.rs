@@ -83,7 +83,7 @@ impl<V: Vm> Controlled<'_, V> {
         }
     }
 
-    /// The counters of the VM, of its page source, and of a migration.
+    /// The counters of the VM, of its page source, of a migration, and of the VMM.
     pub fn counters(&self) -> Metrics {
         let mut metrics = self.vm.metrics();
         if let Some(pages) = &self.pages {
@@ -91,6 +91,9 @@ impl<V: Vm> Controlled<'_, V> {
         }
         if let Some(migration) = self.migration() {
             migration.progress().fill(&mut metrics);
+        }
+        if let Some(more) = self.more {
+            more(&mut metrics);
         }
         metrics
     }
