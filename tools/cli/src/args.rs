@@ -8,7 +8,8 @@
 //! lacuna offload                  VMs of Cloud Hypervisor, saved and restored
 //! lacuna snapshot save FOLDER     a running guest, saved; restore FOLDER resumes it
 //! lacuna migrate ADDRESS          a running guest, moved to lacuna run --incoming ADDRESS
-//! lacuna ctl SOCKET REQUEST       a running guest: status, pause, resume, stop, stat, set, dirty
+//! lacuna ctl SOCKET REQUEST       a running guest: status, pause, set, stat, top ...
+//! lacuna demo NAME                one system in 20 seconds, off and on
 //! lacuna lab [apf pml.score ...]  experiments, or parts of them; without a name, the first look
 //! lacuna lab --full               every mechanism, with as many rounds as figures to quote need
 //! lacuna test TOOL [...]          one test of the engine, as Linux's selftests of KVM
@@ -18,6 +19,7 @@
 //! ```
 
 mod ctl;
+mod demo;
 mod dirty;
 mod group;
 mod lab;
@@ -35,7 +37,8 @@ mod snapshot;
 mod test;
 mod tls;
 
-pub use ctl::{CtlArgs, CtlCommand, Pacing, SetArgs, WritesArgs};
+pub use ctl::{CtlArgs, CtlCommand, Pacing, SetArgs, ViewArgs, WritesArgs};
+pub use demo::{DemoArgs, DemoName};
 pub use dirty::{DIRTY, DirtyArgs};
 pub use lab::{Chosen, Experiment, LabArgs, Name, Parts, arch_of, repeats};
 pub use machine::RunOn;
@@ -89,6 +92,8 @@ pub enum Command {
     /// Ask a running guest for its state, pause it, resume it or stop it; watch its counters or its
     /// writes
     Ctl(CtlArgs),
+    /// Show one system in 20 seconds, without its mechanism and with it
+    Demo(DemoArgs),
     /// Measure each mechanism, without it and with it: a first look, or the named experiments
     Lab(LabArgs),
     /// Run one test of the engine with chosen options, as Linux's selftests of KVM

@@ -9,6 +9,7 @@ use crate::monitor;
 use crate::output::visible;
 use crate::run::{Refusal, exit_of};
 use crate::size::Size;
+use crate::view;
 use lacuna_control::{AskError, Client, SetRequest, Setting, Settings, State, Status};
 use lacuna_lab::options::name_of;
 use serde_json::json;
@@ -25,6 +26,7 @@ pub fn ctl(args: &CtlArgs) -> Exit {
         CtlCommand::Stop(output) => ask(control, Client::stop, output),
         CtlCommand::Stat(pacing) => monitor::stat(control, pacing),
         CtlCommand::Set(args) => set(control, args),
+        CtlCommand::Top(args) => view::top(control, args),
         CtlCommand::Dirty(args) => monitor::writes(control, args),
     })
 }

@@ -3,13 +3,14 @@
 //! It is thin on purpose, because the crates below do the work:
 //!
 //! ```text
-//! args ─▶ a command ─▶ sample ─┬▶ live       stderr, while it runs
-//!                              ├▶ summary    stdout, at the end
-//!                              └▶ JSON       --json
+//! args ─▶ a command ─┬▶ control socket ─▶ view   terminal, while it runs
+//!                    └▶ sample ─┬▶ summary        stdout, at the end
+//!                               └▶ JSON           --json
 //! ```
 //!
 //! * [`args`], [`size`]: the command line, and numbers as people write them.
-//! * [`sample`], [`live`]: the counters of a run at one moment, and how they are shown.
+//! * [`sample`]: the counters of a run at one moment. [`view`]: the view of a running guest.
+//! * [`demo`]: `lacuna demo`.
 //! * [`snapshot`], [`migrate`], [`ctl`], [`monitor`]: `lacuna snapshot`, `lacuna migrate`, `lacuna
 //!   ctl`, which are clients of a control socket.
 //! * [`run`], [`image`], [`pages`], [`observe`]: `lacuna run`.
@@ -29,12 +30,13 @@
 
 pub mod args;
 mod client;
+mod counters;
 pub mod ctl;
+pub mod demo;
 pub mod doctor;
 pub mod exit;
 pub mod image;
 pub mod lab;
-pub mod live;
 pub mod log;
 pub mod manual;
 pub mod metrics;
@@ -59,3 +61,4 @@ pub mod snapshot;
 pub mod source;
 pub mod test;
 pub mod trace;
+pub mod view;

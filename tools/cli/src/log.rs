@@ -1,8 +1,8 @@
 //! `LACUNA_LOG`: what the engine does, in lines on stderr. Also starts the recorder of `--trace`.
 
+use crate::output::Events;
 use crate::trace::Recorder;
 use std::env;
-use std::io;
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::Layer as _;
 use tracing_subscriber::filter::Targets;
@@ -26,7 +26,7 @@ pub fn start(trace: bool) -> Result<(), String> {
         let targets: Targets = value.parse().map_err(|why| wrong(&format!("{why}")))?;
         let layer = tracing_subscriber::fmt::layer().with_ansi(false);
         // A closed stderr must not end the guest, and the layer's own errors would go there too.
-        let layer = layer.with_writer(io::stderr).log_internal_errors(false);
+        let layer = layer.with_writer(|| Events).log_internal_errors(false);
         lines = Some(layer.with_filter(targets));
     }
     if lines.is_none() && !trace {

@@ -9,6 +9,7 @@ use std::thread::{self, JoinHandle};
 use clap::Parser;
 use lacuna_cli::args::{Cli, Command, DoctorArgs, LabArgs, temp_dir};
 use lacuna_cli::ctl::ctl;
+use lacuna_cli::demo::demo;
 use lacuna_cli::exit::Exit;
 use lacuna_cli::lab::lab;
 use lacuna_cli::manual::manual;
@@ -99,6 +100,7 @@ fn command(command: Option<Command>) -> Exit {
         Some(Command::Snapshot(args)) => snapshot(&args),
         Some(Command::Migrate(args)) => migrate(&args),
         Some(Command::Ctl(args)) => ctl(&args),
+        Some(Command::Demo(args)) => demo(&args),
         Some(Command::Lab(args)) => lab(&args),
         Some(Command::Test(args)) => test(&args),
         Some(Command::PagerTest(args)) => pager_test(&args),

@@ -75,10 +75,12 @@ pub fn writes(control: &Path, args: &WritesArgs) -> Result<Exit, Refusal> {
     Ok(Exit::Done)
 }
 
-const GONE: &str = "the VM has closed its control socket: its own output says why it ended";
+/// Why a client's connection has ended.
+pub(crate) const GONE: &str =
+    "the VM has closed its control socket: its own output says why it ended";
 
 /// The run has ended, and the monitor with it.
-fn ended(how: &str) -> Exit {
+pub(crate) fn ended(how: &str) -> Exit {
     complain(&visible(how));
     Exit::Done
 }
@@ -218,7 +220,12 @@ impl Printer {
     }
 }
 
-fn put(target: &mut dyn Write, name: &str, text: &str) -> Result<ControlFlow<()>, Refusal> {
+/// Writes `text`. `Break`: the reader of the output has gone.
+pub(crate) fn put(
+    target: &mut dyn Write,
+    name: &str,
+    text: &str,
+) -> Result<ControlFlow<()>, Refusal> {
     let written = target.write_all(text.as_bytes());
     match written.and_then(|()| target.flush()) {
         Ok(()) => Ok(ControlFlow::Continue(())),

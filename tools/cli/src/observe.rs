@@ -4,6 +4,7 @@ use crate::pages::GuestPages;
 use crate::sample::{Apf, Dirty, DirtyCounts, Faults, GuestApf, Huge, RunSample, Thread};
 use lacuna::dirty::{Delivery, DetectionChoice, DirtyStats};
 use lacuna::memory::{HostError, HostStats};
+use lacuna::metrics::{self, Metrics, Value};
 use lacuna::soft::ApfStats;
 use lacuna::{DirtyTracking, ExitKind, Gpa, Nanos, PageCount, PlatformDevices, RunEnd, VmStats};
 use lacuna_guest::status::{self, Kind, Status};
@@ -31,12 +32,7 @@ impl Observer {
     }
 
     /// Takes a sample now.
-    pub fn look<V: Watched>(
-        &mut self,
-        vm: &V,
-        devices: &PlatformDevices,
-        now: Nanos,
-    ) -> &RunSample {
+    pub fn look<V: Watched>(&mut self, vm: &V, devices: &PlatformDevices, now: Nanos) {
         let elapsed = Duration::from_nanos(now.0);
         if let Some(status) = read_status(vm, devices) {
             self.read(&status, elapsed);
@@ -44,7 +40,6 @@ impl Observer {
         self.count_pages(elapsed.saturating_sub(self.last.elapsed));
         self.last.elapsed = elapsed;
         self.counting.call(|| vm.count(&mut self.last));
-        &self.last
     }
 
     /// Takes a sample at the end of the run, with the guest's status page.
@@ -267,6 +262,30 @@ pub fn copy_status(
 fn read_status<V: Watched>(vm: &V, devices: &PlatformDevices) -> Option<Status> {
     let pages = copy_status(devices, |gpa, pages| vm.peek(gpa, pages))?;
     Status::parse(&pages).ok()
+}
+
+/// Adds the progress of the guest's threads, if its status page is resident. Two threads may have
+/// the same name, so the label begins with the thread's number.
+pub(crate) fn count_threads<V: Watched>(vm: &V, devices: &PlatformDevices, to: &mut Metrics) {
+    let steps = (
+        "lacuna_guest_thread_steps_total",
+        "Steps that the guest's thread has done.",
+        metrics::Kind::Counter,
+    );
+    let goal = (
+        "lacuna_guest_thread_goal",
+        "Steps that the guest's thread will do.",
+        metrics::Kind::Gauge,
+    );
+    let threads = read_status(vm, devices).map_or_else(Vec::new, |status| status.threads);
+    for (number, thread) in threads.iter().enumerate() {
+        let name = format!("{number} {}", thread.name);
+        let labels = [("thread", &*name), ("kind", kind(thread.kind))];
+        to.add(steps, &labels, Value::Whole(thread.counter));
+        if let Some(steps) = thread.goal {
+            to.add(goal, &labels[..1], Value::Whole(steps));
+        }
+    }
 }
 
 fn threads(status: &Status, last: &RunSample, elapsed: Duration) -> Vec<Thread> {

@@ -7,13 +7,23 @@
 //! cannot be distinguished. A failed write, as on a full disk, is an error.
 
 use std::borrow::Cow;
+use std::collections::VecDeque;
 use std::fs::OpenOptions;
 use std::io::{self, IsTerminal, Write};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::args::{JsonTarget, Output};
 use crate::exit::Exit;
 use crate::pipe;
 use crate::signals::Signals;
+use rustix::termios::tcgetwinsize;
+
+/// The gap between two parts of a line.
+const GAP: &str = "   ";
+/// The columns of a terminal that does not report their number.
+const COLUMNS: usize = 80;
+/// Lines that are kept while a view has the terminal.
+const KEPT_MAX: usize = 10_000;
 
 /// Output that could not be written, or not all of it.
 #[derive(Debug, thiserror::Error)]
@@ -137,13 +147,113 @@ fn write(text: &str) -> io::Result<()> {
 
 /// Prints an error message to stderr. If that fails, only the exit code reports the error.
 pub fn complain(text: &str) {
-    let _ = writeln!(io::stderr(), "lacuna: {text}");
+    print_line(&format!("lacuna: {text}"));
 }
 
 /// Prints a line of the guest to stderr. A failed write is ignored, so that a closed pipe does not
 /// end the guest.
 pub fn print_guest_line(line: &str) {
-    let _ = writeln!(io::stderr(), "{}", for_stderr(line));
+    print_line(&for_stderr(line));
+}
+
+/// Prints a line to stderr, or keeps it while a view has the terminal.
+fn print_line(line: &str) {
+    match &mut *kept() {
+        Some(kept) => kept.push(line),
+        None => drop(writeln!(io::stderr(), "{line}")),
+    }
+}
+
+/// Lines for stderr. The mutex also keeps lines of several threads apart.
+static KEPT: Mutex<Option<Kept>> = Mutex::new(None);
+
+fn kept() -> MutexGuard<'static, Option<Kept>> {
+    KEPT.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Lines that wait for the end of a view.
+#[derive(Default)]
+struct Kept {
+    lines: VecDeque<String>,
+    dropped: u64,
+}
+
+impl Kept {
+    fn push(&mut self, line: &str) {
+        if self.lines.len() == KEPT_MAX {
+            self.lines.pop_front();
+            self.dropped += 1;
+        }
+        self.lines.push_back(line.to_owned());
+    }
+}
+
+/// Keeps lines for stderr from now on, because a view has the terminal.
+pub(crate) fn keep_lines() {
+    kept().get_or_insert_default();
+}
+
+/// Lines for stderr are discarded until the value is dropped.
+pub(crate) struct Discarding;
+
+/// Discards lines for stderr.
+pub(crate) fn discard_lines() -> Discarding {
+    keep_lines();
+    Discarding
+}
+
+impl Drop for Discarding {
+    fn drop(&mut self) {
+        *kept() = None;
+    }
+}
+
+/// The last `most` of the kept lines.
+pub(crate) fn kept_lines(most: usize) -> Vec<String> {
+    let kept = kept();
+    let lines = kept.as_ref().map(|kept| &kept.lines);
+    let first = lines.map_or(0, |lines| lines.len().saturating_sub(most));
+    lines
+        .into_iter()
+        .flat_map(|lines| lines.range(first..))
+        .cloned()
+        .collect()
+}
+
+/// Prints the kept lines, and keeps no more.
+pub(crate) fn print_kept_lines() {
+    let Some(Kept { lines, dropped }) = kept().take() else {
+        return;
+    };
+    for line in lines {
+        print_line(&line);
+    }
+    if dropped > 0 {
+        complain(&format!(
+            "{dropped} earlier lines are not shown: redirect stderr to keep them all"
+        ));
+    }
+}
+
+/// Stderr for the events of `LACUNA_LOG`: each write has whole lines.
+#[derive(Clone, Copy)]
+pub(crate) struct Events;
+
+impl Write for Events {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match &mut *kept() {
+            Some(kept) => {
+                let text = String::from_utf8_lossy(bytes);
+                text.lines().for_each(|line| kept.push(line));
+                Ok(bytes.len())
+            }
+            None => io::stderr().write(bytes),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// A line of the guest as it is printed to stderr. On a terminal, control characters are escaped: a
@@ -172,6 +282,43 @@ pub fn visible(line: &str) -> Cow<'_, str> {
         }
     }
     Cow::Owned(shown)
+}
+
+/// The columns of the terminal on stderr.
+pub fn columns() -> usize {
+    match tcgetwinsize(std::io::stderr()) {
+        Ok(size) if size.ws_col > 0 => size.ws_col.into(),
+        _ => COLUMNS,
+    }
+}
+
+/// `text` in lines of at most `columns`. A line ends between two parts, or between two words of a
+/// part wider than a line. A wider word stays whole.
+pub fn fit(text: &str, columns: usize) -> String {
+    let mut lines = String::new();
+    let mut at = 0;
+    let mut put = |words: &str, gap: &str| {
+        let width = words.chars().count();
+        if at > 0 && at + gap.len() + width > columns {
+            lines.push('\n');
+            at = 0;
+        } else if at > 0 {
+            lines.push_str(gap);
+            at += gap.len();
+        }
+        lines.push_str(words);
+        at += width;
+    };
+    for part in text.split(GAP) {
+        if part.chars().count() <= columns {
+            put(part, GAP);
+            continue;
+        }
+        for (n, word) in part.split(' ').enumerate() {
+            put(word, if n == 0 { GAP } else { " " });
+        }
+    }
+    lines
 }
 
 #[cfg(test)]
@@ -212,6 +359,23 @@ mod tests {
             ("back\x08\x7f", "back\\u{8}\\u{7f}"),
         ] {
             assert_eq!(visible(line), shown);
+        }
+    }
+
+    #[test]
+    fn text_is_broken_between_parts_and_then_between_words() {
+        for (columns, lines) in [
+            (40, "one two   three four   five"),
+            (22, "one two   three four\nfive"),
+            (10, "one two\nthree four\nfive"),
+            (6, "one\ntwo\nthree\nfour\nfive"),
+            (3, "one\ntwo\nthree\nfour\nfive"),
+        ] {
+            assert_eq!(
+                fit("one two   three four   five", columns),
+                lines,
+                "{columns}"
+            );
         }
     }
 }

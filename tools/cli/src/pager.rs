@@ -6,9 +6,8 @@ mod top;
 
 use crate::args::{Output, PagerArgs, PagerCommand};
 use crate::exit::Exit;
-use crate::live::{columns, fit};
 use crate::metrics::MetricsSocket;
-use crate::output::{check_target, complain, write_result_until_signal};
+use crate::output::{check_target, columns, complain, fit, write_result_until_signal};
 use crate::progress;
 use crate::run::{Refusal, catch_signals, exit_of};
 use crate::sandbox;

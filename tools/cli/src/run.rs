@@ -7,22 +7,26 @@ mod profile;
 mod report;
 mod restored;
 mod screen;
+mod sockets;
+mod summary;
 mod threads;
 
 pub use report::{Asked, verdict};
 pub use restored::{Lazy, Record};
+pub use sockets::Sockets;
 
-use crate::args::{Backend, RunArgs, RunOn, SwapMedium};
-use crate::exit::{self, Exit};
+use crate::args::{Backend, RunArgs, SwapMedium};
+use crate::exit::Exit;
 use crate::image::{check_limits, load, unread_parameters};
 use crate::metrics::MetricsSocket;
 use crate::observe::{Observer, Watched};
-use crate::output::{check_target, complain, write_result_until_signal};
+use crate::output::{check_target, complain};
 use crate::pages::{self, GuestPages, Here};
 use crate::sample::{Before, Restored, RunReport};
 use crate::sandbox;
 use crate::signals::Signals;
 use crate::source::SourceError;
+use crate::view::{Caption, Live};
 use lacuna::memory::{LatencySetting, LinuxBacking, Swap};
 use lacuna::migrate::session::{Arrival, Migrated};
 use lacuna::migrate::{MachineConfig, Snapshot};
@@ -32,11 +36,13 @@ use lacuna::{
 };
 use lacuna_control::ControlSocket;
 use lacuna_lab::host_info::HostInfo;
-use lacuna_lab::result::{SCHEMA, command_line, to_json};
-use report::{at_first, in_words, options};
+use lacuna_lab::result::{SCHEMA, command_line};
+use report::{at_first, options};
 use screen::Screen;
+use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::thread;
 use threads::{Ended, Watch, refusal};
 
 /// Why a command ends before its work begins: the exit code, and the text for the user.
@@ -105,12 +111,21 @@ fn begin(args: &RunArgs) -> Result<Exit, Refusal> {
     if let Some(at) = &args.incoming {
         return incoming::wait_and_run(args, at);
     }
-    let usage = |error: &dyn ToString| (Exit::Usage, error.to_string());
     let signals = catch_signals(&Arc::default())?;
-    check_limits(args).map_err(|error| usage(&error))?;
+    let limits = check_limits(args);
+    limits.map_err(|error| (Exit::Usage, error.to_string()))?;
     check_target(&args.on.output)?;
-    let sockets = Sockets::open(&args.on)?;
+    let sockets = Sockets::open(&args.on, args.seed.is_some(), &signals)?;
     sandbox::enter_run(args)?;
+    with_image(args, |start| run_from(args, start, &signals, sockets))
+}
+
+/// Calls `run` with the guest's image.
+fn with_image<T>(
+    args: &RunArgs,
+    run: impl FnOnce(Start<'_>) -> Result<T, Refusal>,
+) -> Result<T, Refusal> {
+    let usage = |error: &dyn ToString| (Exit::Usage, error.to_string());
     let file = load(args).map_err(|error| (error.kind().into(), error.to_string()))?;
     if let Some(text) = unread_parameters(args) {
         complain(&text);
@@ -118,7 +133,32 @@ fn begin(args: &RunArgs) -> Result<Exit, Refusal> {
     let image = Image::parse(&file);
     let image = image.map_err(|error| usage(&format!("{}: {error}", args.image)))?;
     check_arch(args, image.arch).map_err(|text| usage(&text))?;
-    run_from(args, Start::Image(&image), &signals, &sockets)
+    run(Start::Image(&image))
+}
+
+/// Runs a guest without a summary, beside `script` on a thread of its own, which is a client of the
+/// control socket and may write into the view. Returns the script's result.
+///
+/// # Errors
+/// The run cannot start.
+pub fn run_beside<T: Send + 'static>(
+    args: &RunArgs,
+    signals: &Signals,
+    script: impl FnOnce(Option<Caption>) -> T + Send + 'static,
+) -> Result<(Exit, T), Refusal> {
+    with_image(args, |start| {
+        let sockets = Sockets::open(&args.on, false, signals)?;
+        let caption = sockets.live.as_ref().map(Live::caption);
+        let named = thread::Builder::new().name("lacuna-script".into());
+        let script = named
+            .spawn(move || script(caption))
+            .map_err(threads::failed)?;
+        let (exit, _) = run_with(args, start, signals, &sockets)?;
+        // The script's requests have an answer, or its connection is closed.
+        drop(sockets);
+        let done = script.join();
+        Ok((exit, done.unwrap_or_else(|panic| resume_unwind(panic))))
+    })
 }
 
 /// Catches SIGHUP, SIGINT and SIGTERM, as [`Signals::catch`].
@@ -130,30 +170,6 @@ pub fn catch_signals(stop: &Arc<AtomicBool>) -> Result<Signals, Refusal> {
     signals.map_err(|error| (Exit::Host, format!("cannot catch signals: {error}")))
 }
 
-/// The sockets of a command for other processes.
-pub struct Sockets {
-    control: Option<ControlSocket>,
-    metrics: Option<MetricsSocket>,
-}
-
-impl Sockets {
-    /// Opens those that `on` names. This comes before the sandbox, which makes no socket.
-    ///
-    /// # Errors
-    /// A socket cannot be made.
-    pub fn open(on: &RunOn) -> Result<Self, Refusal> {
-        let control = on.control.as_deref().map(ControlSocket::open);
-        let control = control.transpose().map_err(exit::refusal)?;
-        Ok(Self {
-            control: match on.sandbox.no_sandbox {
-                true => control,
-                false => control.map(|socket| socket.confined_to(sandbox::save_places(on))),
-            },
-            metrics: on.metrics.map(MetricsSocket::open).transpose()?,
-        })
-    }
-}
-
 /// Runs a guest to its end, and prints the result.
 ///
 /// # Errors
@@ -162,8 +178,19 @@ pub fn run_from(
     args: &RunArgs,
     start: Start<'_>,
     signals: &Signals,
-    sockets: &Sockets,
+    sockets: Sockets,
 ) -> Result<Exit, Refusal> {
+    let done = run_with(args, start, signals, &sockets)?;
+    sockets.finish(args, done, signals)
+}
+
+/// As [`run_from`], with sockets that remain open.
+fn run_with(
+    args: &RunArgs,
+    start: Start<'_>,
+    signals: &Signals,
+    sockets: &Sockets,
+) -> Result<(Exit, RunReport), Refusal> {
     let (arch, cpu) = match (start, start.machine()) {
         (_, Some(machine)) => (machine.arch, machine.cpu),
         (Start::Image(image), _) => (image.arch, args.cpu.model(image.arch)),
@@ -270,7 +297,11 @@ fn choose(args: &RunArgs, arch: Arch) -> Result<Backend, Refusal> {
 
 impl Job<'_> {
     /// Runs the guest on any backend.
-    fn run_on<B: Builder>(&self, builder: &B, seeded: Seeded<B>) -> Result<Exit, Refusal>
+    fn run_on<B: Builder>(
+        &self,
+        builder: &B,
+        seeded: Seeded<B>,
+    ) -> Result<(Exit, RunReport), Refusal>
     where
         B::Vm: Watched,
     {
@@ -281,7 +312,7 @@ impl Job<'_> {
         let first = at_first::<B>(args, pages.as_ref());
         let mut observer = Observer::new(first, pages);
         let mut set_exits = args.exit_on_missing;
-        let mut screen = Screen::new(&args.on.output);
+        let screen = Screen::new();
         let console = screen.console();
         let mut has_told = false;
         let mut watch = |vm: &B::Vm, devices: &PlatformDevices, now: Nanos| {
@@ -292,7 +323,8 @@ impl Job<'_> {
                 let failed = VcpuError::Host { vcpu: 0, cause };
                 devices.end(Ending::Failed(failed), vm);
             }
-            screen.show(observer.look(vm, devices, now));
+            observer.look(vm, devices, now);
+            screen.show();
             if signals.caught().is_some()
                 && !self.unless_needed(|| self.stop(devices, vm))
                 && !std::mem::replace(&mut has_told, true)
@@ -333,9 +365,7 @@ impl Job<'_> {
             profile: end.profile.map(|samples| samples.rows(args)),
             last: observer.last(&end.end, end.status.as_deref()),
         };
-        let json = to_json(&report);
-        write_result_until_signal(&args.on.output, &in_words(&report), &json, signals)?;
-        Ok(exit)
+        Ok((exit, report))
     }
 
     /// The exit code, and the outcome in words.

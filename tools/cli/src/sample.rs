@@ -1,5 +1,5 @@
-//! The counters of a run at one moment, and how it ended: the data behind the live view, the
-//! summary and `--json`.
+//! The counters of a run at one moment, and how it ended: the data behind the summary and
+//! `--json`.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -2,8 +2,7 @@
 
 use crate::args::ServeArgs;
 use crate::exit::{Exit, transport_refusal};
-use crate::live::{columns, fit};
-use crate::output::{check_target, write_result_until_signal};
+use crate::output::{check_target, columns, fit, write_result_until_signal};
 use crate::progress;
 use crate::run::{Refusal, catch_signals, exit_of};
 use crate::sandbox;

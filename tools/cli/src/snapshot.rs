@@ -88,7 +88,7 @@ pub(crate) fn absolute(folder: &Path) -> Result<PathBuf, Refusal> {
 fn restore(args: &RestoreArgs) -> Result<Exit, Refusal> {
     let signals = catch_signals(&Arc::default())?;
     check_target(&args.on.output)?;
-    let sockets = Sockets::open(&args.on)?;
+    let sockets = Sockets::open(&args.on, false, &signals)?;
     sandbox::enter_restore(args)?;
     let interrupt = signals.flag();
     let interrupt = interrupt.map_err(|error| (Exit::Host, error.to_string()))?;
@@ -103,10 +103,10 @@ fn restore(args: &RestoreArgs) -> Result<Exit, Refusal> {
     let from = args.folder.display().to_string();
     let run = args.on.machine(from, snapshot.machine());
     if !args.lazy {
-        return run_from(&run, Start::Snapshot(&snapshot), &signals, &sockets);
+        return run_from(&run, Start::Snapshot(&snapshot), &signals, sockets);
     }
     let lazy = lazy(args, &snapshot, &interrupt).map_err(|error| refusal(&error))?;
-    run_from(&run, Start::Lazily(&lazy), &signals, &sockets)
+    run_from(&run, Start::Lazily(&lazy), &signals, sockets)
 }
 
 /// The snapshot in a folder, or at a URL.

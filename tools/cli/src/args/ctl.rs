@@ -37,6 +37,8 @@ pub enum CtlCommand {
     Stat(Pacing),
     /// Change settings while the guest runs; without an option, show them
     Set(SetArgs),
+    /// Show live what the guest does, its memory and its settings; keys change the settings
+    Top(ViewArgs),
     /// Track the guest's writes, and show how many pages it writes, period by period
     Dirty(WritesArgs),
 }
@@ -53,6 +55,14 @@ pub struct Pacing {
     /// Write a line of JSON for each period to this file; - is stdout, which then gets no text
     #[arg(long, value_name = "FILE")]
     pub json: Option<JsonTarget>,
+}
+
+/// `lacuna ctl SOCKET top`.
+#[derive(Clone, PartialEq, Eq, Debug, Args)]
+pub struct ViewArgs {
+    /// The control socket on the other side of a migration, to show both sides
+    #[arg(long, value_name = "SOCKET")]
+    pub other: Option<PathBuf>,
 }
 
 /// `lacuna ctl SOCKET dirty`.

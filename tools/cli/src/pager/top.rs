@@ -1,6 +1,7 @@
 //! `lacuna pager top`: a running pager and its VMs, period by period, from its metrics.
 
 use crate::args::TopArgs;
+use crate::counters::{Counters, Labels};
 use crate::exit::Exit;
 use crate::monitor::Printer;
 use crate::output::{complain, visible};
@@ -27,14 +28,14 @@ pub fn top(args: &TopArgs) -> Exit {
 
 fn show(args: &TopArgs) -> Result<Exit, Refusal> {
     let mut printer = Printer::of(args.pacing.json.as_ref())?;
-    let read = || -> io::Result<_> { Ok((Instant::now(), Reading::of(&ask(args.at)?))) };
+    let read = || -> io::Result<_> { Ok((Instant::now(), Counters::of_text(&ask(args.at)?))) };
     let failed = |error| {
         let at = args.at;
         let text = format!("{at}: {error}; give the address of lacuna pager --metrics");
         (Exit::Host, text)
     };
     let mut before = read().map_err(failed)?;
-    if !before.1.0.contains_key("lacuna_pager_vms") {
+    if !before.1.has("lacuna_pager_vms") {
         return Err(failed(io::Error::other("no pager answers there")));
     }
     let mut left = args.pacing.count.map(u64::from);
@@ -73,55 +74,6 @@ fn ask(at: SocketAddr) -> io::Result<String> {
         .split_once("\r\n\r\n")
         .map(|(_, body)| body.to_owned());
     body.ok_or_else(|| io::Error::other("its answer is no HTTP"))
-}
-
-/// The labels of a value.
-type Labels = BTreeMap<String, String>;
-
-/// Values by the metric's name.
-#[derive(Default)]
-struct Reading(BTreeMap<String, Vec<(Labels, f64)>>);
-
-impl Reading {
-    /// Reads Prometheus' text. Lines of another form are left out.
-    fn of(text: &str) -> Self {
-        let mut all = Self::default();
-        for line in text.lines().filter(|line| !line.starts_with('#')) {
-            let Some((key, value)) = line.rsplit_once(' ') else {
-                continue;
-            };
-            let Ok(value) = value.parse() else { continue };
-            let (name, labels) = key.split_once('{').unwrap_or((key, ""));
-            let labels = labels.trim_end_matches('}').split("\",");
-            let label = |text: &str| {
-                let (name, value) = text.split_once("=\"")?;
-                Some((name.into(), value.trim_end_matches('"').into()))
-            };
-            let labels = labels.filter_map(label).collect();
-            all.0.entry(name.into()).or_default().push((labels, value));
-        }
-        all
-    }
-
-    /// The value of the metric `name` with these labels among its own; 0 without it.
-    fn get(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
-        let fits = |all: &Labels| {
-            let mut labels = labels.iter();
-            labels.all(|(name, value)| all.get(*name).is_some_and(|of| of == value))
-        };
-        let mut samples = self.0.get(name).into_iter().flatten();
-        samples
-            .find(|(all, _)| fits(all))
-            .map_or(0.0, |(_, value)| *value)
-    }
-
-    /// The values of the label `label` that the metric `name` has.
-    fn each<'a>(&'a self, name: &str, label: &'a str) -> impl Iterator<Item = &'a Labels> {
-        let samples = self.0.get(name).into_iter().flatten();
-        samples
-            .map(|(labels, _)| labels)
-            .filter(move |labels| labels.contains_key(label))
-    }
 }
 
 /// A pager in one period. Rates are a second; times are nanoseconds.
@@ -173,7 +125,7 @@ struct Times {
 }
 
 impl Times {
-    fn of(now: &Reading, name: &str, labels: &[(&str, &str)]) -> Self {
+    fn of(now: &Counters, name: &str, labels: &[(&str, &str)]) -> Self {
         let [p50_ns, p99_ns, p999_ns] = ["0.5", "0.99", "0.999"].map(|quantile| {
             let labels = [labels, &[("quantile", quantile)]].concat();
             (now.get(name, &labels) * 1e9) as u64
@@ -192,7 +144,7 @@ impl Times {
 }
 
 impl View {
-    fn between(before: &Reading, now: &Reading, seconds: f64) -> Self {
+    fn between(before: &Counters, now: &Counters, seconds: f64) -> Self {
         let rate = |name: &str, labels: &[(&str, &str)]| {
             ((now.get(name, labels) - before.get(name, labels)) / seconds).max(0.0)
         };
@@ -319,7 +271,7 @@ mod tests {
                  lacuna_pager_vm_stall_seconds_total{{vm=\"1\",pid=\"77\",thread=\"79\"}} 0\n"
             )
         };
-        let [before, now] = [text(10, 0.5), text(30, 1.0)].map(|text| Reading::of(&text));
+        let [before, now] = [text(10, 0.5), text(30, 1.0)].map(|text| Counters::of_text(&text));
         let view = View::between(&before, &now, 2.0);
         assert_eq!(
             view.text(),

@@ -4,23 +4,21 @@
 //! waiting. The first connection that announces a machine brings the guest. A failure from then on
 //! ends the command, or with `--wait-again` the attempt, and the source gets the reason.
 
+use super::sockets::Sockets;
 use super::threads::{EndServing, failed};
-use super::{Job, Refusal, Sockets, Start, catch_signals, run_from};
-use crate::args::{MODES, RunArgs};
+use super::{Job, Refusal, Start, catch_signals, run_with};
+use crate::args::RunArgs;
 use crate::exit::{Exit, transport_refusal};
 use crate::output::{check_target, complain, visible};
-use crate::progress::line;
 use crate::sample::Received;
 use crate::sandbox;
 use crate::signals::Signals;
-use crate::size::Size;
 use lacuna::migrate::session::{Arrival, Destination, IncomingEvent, IncomingHandle};
 use lacuna::migrate::stream::Prepared;
 use lacuna::migrate::transport::{Address, Listener};
 use lacuna::migrate::{MachineConfig, MigrateError};
-use lacuna::{PAGE_SIZE, PlatformDevices, VCPUS_MAX, Vm};
+use lacuna::{PlatformDevices, VCPUS_MAX, Vm};
 use lacuna_control::{Awaiting, ControlSocket, undecided_at_destination};
-use lacuna_lab::options::name_of;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -63,7 +61,7 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
     let cut: Arc<AtomicBool> = Arc::default();
     let signals = catch_signals(&cut)?;
     check_target(&args.on.output)?;
-    let sockets = Sockets::open(&args.on)?;
+    let sockets = Sockets::open(&args.on, false, &signals)?;
     let files = args.tls.files(at).map_err(|text| (Exit::Usage, text))?;
     let listener = Listener::open(at, files.as_ref(), cut).map_err(transport_refusal)?;
     sandbox::enter_run(args)?;
@@ -84,7 +82,7 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
             ..args.on.machine(at.clone(), arrival.machine())
         };
         let done = check(arrival.machine())
-            .and_then(|()| run_from(&run, Start::Incoming(&arrival), &signals, &sockets));
+            .and_then(|()| run_with(&run, Start::Incoming(&arrival), &signals, &sockets));
         if let Err((_, why)) = &done {
             arrival.refuse(why);
         }
@@ -95,7 +93,7 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
             {
                 complain(&format!("{why}; waiting again at {at}"));
             }
-            done => return done,
+            done => return sockets.finish(args, done?, &signals),
         }
     }
 }
@@ -144,30 +142,18 @@ fn before_it_came(signals: &Signals, is_stopped: bool, when: &str) -> Refusal {
     }
 }
 
-/// Takes memory and state of the guest into `vm` and `devices`, with progress on a terminal. Some
-/// pages may remain at the source.
+/// Takes memory and state of the guest into `vm` and `devices`. Some pages may remain at the
+/// source.
 pub(super) fn receive<V: Vm>(
     job: &Job<'_>,
     arrival: &Arrival<'_>,
     vm: &Arc<V>,
     devices: &PlatformDevices,
 ) -> Result<Prepared<V>, Refusal> {
-    let live = line(job.args.on.output.quiet);
-    let taken = arrival.receive(vm, devices, &mut || {
-        let now = arrival.handle().progress(0);
-        live.set_message(format!(
-            "receiving a guest of {} ({}): {} of pages came, {}/s",
-            Size(arrival.machine().memory),
-            name_of(&MODES, &now.mode),
-            Size(now.came * PAGE_SIZE as u64),
-            Size(now.rate as u64),
-        ));
-        match job.signals.caught() {
-            None => ControlFlow::Continue(()),
-            Some(_) => ControlFlow::Break(()),
-        }
+    let taken = arrival.receive(vm, devices, &mut || match job.signals.caught() {
+        None => ControlFlow::Continue(()),
+        Some(_) => ControlFlow::Break(()),
     });
-    live.finish_and_clear();
     let prepared = taken.map_err(|why| has_not_come(job, &why))?;
     // The source must not hand the guest to a run that cannot begin.
     if let Err(error) = devices.check_memory(&vm.memory_slots()) {

@@ -1,9 +1,9 @@
 //! The report of a run: the sample before it, and its result.
 
+use super::summary::summary;
 use super::{Start, profile};
 use crate::args::{MODES, RunArgs, SwapSpec, THP};
 use crate::exit::Exit;
-use crate::live::summary;
 use crate::pages::GuestPages;
 use crate::sample::{Received, RunOptions, RunReport, RunSample};
 use crate::signals::Signal;

@@ -5,7 +5,6 @@ use crate::args::{Backend, RunArgs};
 use crate::exit::Exit;
 use crate::output::complain;
 use crate::pages::Restoring;
-use crate::progress::bar;
 use crate::sample::{LazyPages, Restored};
 use crate::snapshot::refusal;
 use lacuna::memory::{HugePages, LinuxBacking, MemoryKind, PrivateFile};
@@ -44,28 +43,22 @@ pub(super) fn in_place(
     Ok(file.map(LinuxBacking::Private))
 }
 
-/// Reads all of `snapshot` into `vm` and `devices`, with progress on a terminal. A signal ends it.
+/// Reads all of `snapshot` into `vm` and `devices`. A signal ends it.
 pub(super) fn restore<V: Vm>(
     job: &Job<'_>,
     snapshot: &Snapshot,
     vm: &Arc<V>,
     devices: &PlatformDevices,
 ) -> Result<(Vec<V::Vcpu>, Restored), Refusal> {
-    let (began, live) = (Instant::now(), bar(job.args.on.output.quiet));
-    live.set_length(snapshot.pages());
-    live.set_message("restoring");
-    let mut each = |pages| {
-        live.inc(pages);
-        match job.signals.caught() {
-            None => ControlFlow::Continue(()),
-            Some(_) => ControlFlow::Break(()),
-        }
+    let began = Instant::now();
+    let mut each = |_| match job.signals.caught() {
+        None => ControlFlow::Continue(()),
+        Some(_) => ControlFlow::Break(()),
     };
     let restored = match job.backing {
         None => snapshot.restore(vm, devices, &mut each),
         Some(_) => snapshot.restore_in_place(vm, devices, &mut each),
     };
-    live.finish_and_clear();
     let vcpus = restored.map_err(|error| match (error, job.signals.caught()) {
         // The restore was cancelled, or its wait for an object store was interrupted.
         (_, Some(signal)) => {

@@ -1,30 +1,25 @@
-//! The output while a guest runs: its lines, and the live view on a terminal.
+//! The guest's lines while it runs.
 
-use crate::args::Output;
-use crate::live::Live;
-use crate::output::{complain, print_guest_line, visible};
-use crate::sample::RunSample;
+use crate::output::{complain, print_guest_line};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 
 /// Lines of the guest that may wait to be shown.
 const LINES: usize = 10_000;
 
-/// The guest's lines, and the live view on a terminal.
+/// The guest's lines.
 pub(super) struct Screen {
-    live: Option<Live>,
     lines: mpsc::SyncSender<String>,
     printed: mpsc::Receiver<String>,
     dropped: Arc<AtomicU64>,
 }
 
 impl Screen {
-    pub fn new(output: &Output) -> Self {
+    pub fn new() -> Self {
         // The channel is bounded, because a guest may print faster than a terminal scrolls. Lines
         // beyond the bound are counted.
         let (lines, printed) = mpsc::sync_channel(LINES);
         Self {
-            live: (!output.quiet).then(Live::on_stderr).flatten(),
             lines,
             printed,
             dropped: Arc::default(),
@@ -41,27 +36,15 @@ impl Screen {
         }
     }
 
-    pub fn show(&mut self, now: &RunSample) {
-        self.show_lines();
-        if let Some(live) = &mut self.live {
-            live.update(now);
-        }
-    }
-
-    fn show_lines(&self) {
+    /// Prints the lines so far.
+    pub fn show(&self) {
         for line in self.printed.try_iter().take(LINES) {
-            match &self.live {
-                Some(live) => live.println(&visible(&line)),
-                None => print_guest_line(&line),
-            }
+            print_guest_line(&line);
         }
     }
 
     pub fn finish(self) {
-        self.show_lines();
-        if let Some(live) = self.live {
-            live.finish();
-        }
+        self.show();
         match self.dropped.load(Ordering::Relaxed) {
             0 => {}
             lines => complain(&format!(

@@ -6,7 +6,7 @@ use super::profile::Samples;
 use super::restored::{prefetch, restore, restore_lazily};
 use super::{Job, Refusal, Start, disk};
 use crate::exit::Exit;
-use crate::observe::{Watched, copy_status};
+use crate::observe::{Watched, copy_status, count_threads};
 use crate::pages::GuestPages;
 use crate::sample::{Before, LazyPages};
 use lacuna::device::Console;
@@ -78,11 +78,12 @@ where
         let _attending = attended.start(scope, job, &devices).map_err(failed)?;
         let (mut before, running) = (Before::default(), OnceLock::new());
         let mut profile = None;
-        let owned = control.map(|socket| controlled(socket, job, &*vm, &devices));
+        let threads = |to: &mut Metrics| count_threads(&*vm, &devices, to);
+        let owned = control.map(|socket| controlled(socket, job, &*vm, &devices, &threads));
         let controlled = owned.as_ref();
         let read = || match controlled {
             Some(guest) => guest.counters(),
-            None => counters(&*vm, job.pages.as_deref()),
+            None => counters(&*vm, job.pages.as_deref(), &threads),
         };
         thread::scope(|scope| {
             let counted = job.metrics.map(|socket| socket.start(scope, &read));
@@ -132,8 +133,10 @@ fn controlled<'a, V: Vm>(
     job: &Job<'_>,
     vm: &'a V,
     devices: &'a PlatformDevices,
+    more: &'a (dyn Fn(&mut Metrics) + Sync),
 ) -> Controlled<'a, V> {
     let mut controlled = Controlled::new(socket, vm, devices);
+    controlled.more = Some(more);
     controlled.incoming = incoming_guest(job).cloned();
     controlled.pages = job.pages.clone().map(|pages| pages as Arc<dyn PageCounts>);
     if job.args.on.paused {
@@ -143,11 +146,12 @@ fn controlled<'a, V: Vm>(
 }
 
 /// The counters of a guest without a control socket.
-fn counters<V: Vm>(vm: &V, pages: Option<&GuestPages>) -> Metrics {
+fn counters<V: Vm>(vm: &V, pages: Option<&GuestPages>, more: &dyn Fn(&mut Metrics)) -> Metrics {
     let mut metrics = vm.metrics();
     if let Some(pages) = pages {
         pages.fill(&mut metrics);
     }
+    more(&mut metrics);
     metrics
 }
 

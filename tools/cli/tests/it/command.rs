@@ -237,7 +237,7 @@ fn a_seed_is_a_run() {
     }
 }
 
-/// The status page, by which the live view and the summary show the guest's threads.
+/// The status page, by which the view and the summary show the guest's threads.
 #[test]
 fn the_guests_threads_are_shown() {
     let [x86, arm64] = ["x86_64", "arm64"].map(|arch| {

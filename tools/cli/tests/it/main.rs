@@ -20,3 +20,4 @@ mod snapshot;
 mod sources;
 mod table;
 mod trace;
+mod view;

@@ -144,8 +144,8 @@ fn restoring_process() {
         panic!("another command");
     };
     let run = args.on.machine(String::new(), snapshot.machine());
-    let sockets = Sockets::open(&run.on).unwrap();
-    let exit = exit_of(run_from(&run, Start::Lazily(&lazy), &signals, &sockets));
+    let sockets = Sockets::open(&run.on, false, &signals).unwrap();
+    let exit = exit_of(run_from(&run, Start::Lazily(&lazy), &signals, sockets));
     std::process::exit(exit.code().into());
 }
 
