@@ -237,6 +237,10 @@ pub(super) fn curves(model: &Model, width: usize, rows: usize) -> Vec<Line<'stat
     {
         show("steps", Curve::Steps, rate(Curve::Steps), Color::Green);
     }
+    if model.values("lacuna_apf_in_flight", &[]).next().is_some() {
+        let tokens = short(model.last(Curve::Tokens));
+        show("tokens", Curve::Tokens, tokens, Color::Cyan);
+    }
     for kind in model.faults() {
         let curve = Curve::Faults(kind);
         show(FAULTS[kind].0, curve, rate(curve), Color::Yellow);
@@ -250,10 +254,6 @@ pub(super) fn curves(model: &Model, width: usize, rows: usize) -> Vec<Line<'stat
                 show(&name, curve, time(model.last(curve) as u64), Color::Red);
             }
         }
-    }
-    if model.values("lacuna_apf_in_flight", &[]).next().is_some() {
-        let tokens = short(model.last(Curve::Tokens));
-        show("tokens", Curve::Tokens, tokens, Color::Cyan);
     }
     lines.truncate(rows - 1);
     let axis = model.axis(room);
@@ -386,7 +386,9 @@ fn in_progress(status: &Status) -> Vec<String> {
 /// The guest's threads.
 pub(super) fn threads(model: &Model, width: usize, rows: usize) -> Vec<Line<'static>> {
     const STEPS: &str = "lacuna_guest_thread_steps_total";
-    let all = model.each(STEPS, "thread");
+    let mut all = model.each(STEPS, "thread");
+    // Threads that neither work nor fault are last, so they are the first without a line.
+    all.sort_by_key(|of| of.get("kind").is_some_and(|kind| kind == "other"));
     if all.is_empty() || rows < 2 {
         return Vec::new();
     }

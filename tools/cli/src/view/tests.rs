@@ -136,9 +136,7 @@ fn every_width_shows_every_part() {
         find(&lines, "resident 32M of budget 32M (guest 64M)");
         assert!(find(&lines, "swap-in").contains("31.0k/s"));
         find(&lines, "swap-in p99       1.2 ms");
-        if height > 26 {
-            find(&lines, "tokens                 6");
-        }
+        find(&lines, "tokens                 6");
         // The switch is marked below the newest values.
         assert!(find(&lines, "60 s ago").contains('A'));
         find(&lines, "memory map");
