@@ -267,8 +267,11 @@ fn draw(frame: &mut Frame<'_>, model: &Model) {
 /// Draws `panels` one below the other.
 fn column(frame: &mut Frame<'_>, area: Rect, model: &Model, panels: &[(Panel, u16)]) {
     let width = usize::from(area.width);
-    let wanted = |(panel, _): &(Panel, u16)| panel(model, width, usize::MAX).len() as u16;
-    let wanted: Vec<_> = panels.iter().map(wanted).collect();
+    let full = panels
+        .iter()
+        .map(|(panel, _)| panel(model, width, usize::MAX));
+    let full: Vec<_> = full.collect();
+    let wanted: Vec<_> = full.iter().map(|lines| lines.len() as u16).collect();
     let mut left = area.height;
     let mut rows = vec![0; panels.len()];
     let mut give = |rows: &mut u16, most: u16| {
@@ -283,8 +286,11 @@ fn column(frame: &mut Frame<'_>, area: Rect, model: &Model, panels: &[(Panel, u1
         give(rows, *wanted);
     }
     let mut y = area.y;
-    for ((panel, _), rows) in panels.iter().zip(rows) {
-        let lines = panel(model, width, usize::from(rows));
+    for (((panel, _), full), rows) in panels.iter().zip(full).zip(rows) {
+        let lines = match usize::from(rows) {
+            rows if rows == full.len() => full,
+            rows => panel(model, width, rows),
+        };
         let at = Rect {
             y,
             height: rows,
