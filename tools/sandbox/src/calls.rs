@@ -211,15 +211,19 @@ const HOST: &[c_long] = &[
 const PROCESSES: &[c_long] = &[SYS_pidfd_send_signal];
 
 /// The ioctls of terminals, sockets and files.
-const IOCTLS: [c_ulong; 10] = [
+const IOCTLS: [c_ulong; 14] = [
     BLKGETSIZE64,
     FIOCLEX,
     FIONBIO,
     FIONREAD,
     TCGETS,
+    TCGETS2,
     TCSETS,
+    TCSETS2,
     TCSETSF,
+    TCSETSF2,
     TCSETSW,
+    TCSETSW2,
     TIOCGPGRP,
     TIOCGWINSZ,
 ];
