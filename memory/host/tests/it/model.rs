@@ -303,7 +303,7 @@ impl Fixture {
             self.host
                 .resolve(addr, Access::Read, Level::L4K, &mut vm.cache)
         {
-            if page % 2 == 0 {
+            if page.is_multiple_of(2) {
                 self.host.start(&ticket);
             }
             self.tickets.push(ticket);
