@@ -163,18 +163,20 @@ fn show(
             model.lines = kept_lines(OUTPUT);
             screen.0.draw(|frame| draw(frame, &model))?;
         }
-        if !event::poll(LOOK)? {
+        if !terminal::wait_for_key(LOOK)? {
             continue;
         }
-        is_changed = true;
-        let action = pressed(&event::read()?).and_then(|key| keys::action(key, &model));
-        match action {
-            Some(Action::Quit) => return Ok(End::Quit),
-            Some(Action::Help) => model.shows_help = !model.shows_help,
-            Some(Action::Refuse(why)) => model.note = why,
-            // The news of the feed say whether its thread has ended.
-            Some(Action::Ask(ask)) => drop(feed.asks.send(ask)),
-            None => {}
+        while event::poll(Duration::ZERO)? {
+            is_changed = true;
+            let action = pressed(&event::read()?).and_then(|key| keys::action(key, &model));
+            match action {
+                Some(Action::Quit) => return Ok(End::Quit),
+                Some(Action::Help) => model.shows_help = !model.shows_help,
+                Some(Action::Refuse(why)) => model.note = why,
+                // The news of the feed say whether its thread has ended.
+                Some(Action::Ask(ask)) => drop(feed.asks.send(ask)),
+                None => {}
+            }
         }
     }
     Ok(End::Over)

@@ -8,14 +8,18 @@ use ratatui::backend::CrosstermBackend;
 use ratatui::crossterm::cursor::Show;
 use ratatui::crossterm::execute;
 use ratatui::crossterm::terminal::{
-    EnterAlternateScreen, LeaveAlternateScreen, disable_raw_mode, enable_raw_mode,
+    Clear, ClearType, EnterAlternateScreen, LeaveAlternateScreen, disable_raw_mode, enable_raw_mode,
 };
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::process::getpgrp;
 use rustix::termios::tcgetpgrp;
 use std::io::{self, IsTerminal, Stderr};
+use std::os::fd::AsFd;
 use std::panic;
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 /// Whether a view has the terminal.
 static IS_OURS: AtomicBool = AtomicBool::new(false);
@@ -29,6 +33,31 @@ pub(super) fn is_usable() -> bool {
 /// Whether the terminal is still the view's. A panic has restored it otherwise.
 pub(super) fn is_ours() -> bool {
     IS_OURS.load(Ordering::Acquire)
+}
+
+/// Waits until a key is pressed, for less than a second. Returns whether one is.
+///
+/// A closed terminal is found here, because `event::poll` reads from it again and again.
+///
+/// # Errors
+/// The terminal is closed.
+pub(super) fn wait_for_key(longest: Duration) -> io::Result<bool> {
+    let (stdin, stderr) = (io::stdin(), io::stderr());
+    let terminal = match stdin.is_terminal() {
+        true => stdin.as_fd(),
+        false => stderr.as_fd(),
+    };
+    let mut polled = [PollFd::from_borrowed_fd(terminal, PollFlags::IN)];
+    let longest = Timespec {
+        tv_sec: 0,
+        tv_nsec: longest.subsec_nanos().into(),
+    };
+    match poll(&mut polled, Some(&longest)) {
+        Ok(0) | Err(Errno::INTR) => Ok(false),
+        Ok(_) if polled[0].revents() == PollFlags::IN => Ok(true),
+        Ok(_) => Err(io::Error::other("its terminal is closed")),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// The terminal while a view is shown. A drop restores it, and so does a panic of any thread.
@@ -50,8 +79,10 @@ impl Screen {
         });
         output::keep_lines();
         IS_OURS.store(true, Ordering::Release);
+        // Some terminals have no alternate screen. A frame does not write over text before it.
+        let set_up = || execute!(io::stderr(), EnterAlternateScreen, Clear(ClearType::All));
         let opened = enable_raw_mode()
-            .and_then(|()| execute!(io::stderr(), EnterAlternateScreen))
+            .and_then(|()| set_up())
             .and_then(|()| Terminal::new(CrosstermBackend::new(io::stderr())));
         opened.map(Self).inspect_err(|_| restore())
     }
