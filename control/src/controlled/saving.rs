@@ -196,6 +196,15 @@ fn open_files(
     if files.is_empty() {
         return Ok(None);
     }
+    // A read from a pipe as the base would wait for the client, and so would the end of the run.
+    if !files
+        .iter()
+        .all(|file| file.metadata().is_ok_and(|found| found.is_file()))
+    {
+        return Err(Refused::request(
+            "wrong descriptors: one is no regular file: pass files of a new folder",
+        ));
+    }
     let base = request.base.as_ref().and_then(|_| files.pop());
     match files.try_into() {
         Ok(files) => Ok(Some(OpenFiles {
@@ -223,4 +232,24 @@ fn not_the_last<V: Vm>(base: &Path, tracked: Option<&mut Tracked<'_, V>>) -> Ref
              track first, which later ones can have as their base"
         ),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_regular_files_are_taken() {
+        let file = || OwnedFd::from(tempfile::tempfile().unwrap());
+        let request = SaveRequest {
+            base: Some("/base".into()),
+            ..SaveRequest::to("/snapshot")
+        };
+        let all = [file(), file(), file(), file(), file()].into();
+        assert!(open_files(&request, all).is_ok_and(|open| open.is_some()));
+        let (pipe, _writer) = std::io::pipe().unwrap();
+        let with_pipe = [file(), file(), file(), file(), pipe.into()].into();
+        let refused = open_files(&request, with_pipe).err().expect("a pipe");
+        assert!(refused.text.contains("no regular file"), "{}", refused.text);
+    }
 }
