@@ -7,22 +7,28 @@
 //! time in which it settles does not count. Each slice has one rate. A difference counts if the 95
 //! % intervals of the two medians do not overlap, and if it is larger than the change inside of
 //! each half: another load on the host changes the rates too.
+//!
+//! Memory is missing only once, so `missing` compares short guests instead, which take turns.
 
 use crate::args::{Cli, Command, DemoArgs, DemoName, RunArgs};
 use crate::counters::Counters;
 use crate::exit::{Exit, no_answer};
-use crate::output::{self, print};
+use crate::lab::settled;
+use crate::output::print;
 use crate::run::{Refusal, catch_signals, exit_of, run_beside};
+use crate::signals::Signals;
 use crate::view::Caption;
 use clap::{Parser, ValueEnum};
 use lacuna::dirty::Detection;
 use lacuna_control::{AskError, Client, SetRequest, WatchRequest};
-use lacuna_lab::report::short;
+use lacuna_lab::demand_paging::DemandPaging;
+use lacuna_lab::interrupt;
+use lacuna_lab::options::options_of;
+use lacuna_lab::report::{Progress, Verbosity, short};
 use lacuna_lab::stats::Summary;
 use std::num::NonZeroU64;
 use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -32,12 +38,10 @@ const SLICE: Duration = Duration::from_millis(250);
 const SLICES: usize = 30;
 /// The time after a switch that does not count.
 const SETTLES: Duration = Duration::from_secs(2);
-/// The longest time until the load begins.
+/// The longest time until the load begins, and until a gauge has grown.
 const BEGINS: Duration = Duration::from_secs(30);
-/// The time in which runs take turns.
-const TIME: Duration = Duration::from_secs(20);
-/// Runs of each kind at least: with fewer, an interval does not cover 95 %.
-const TURNS_LEAST: usize = 6;
+/// Turns of each kind of guest.
+const TURNS: usize = 20;
 /// The time between two looks at a counter.
 const LOOK: Duration = Duration::from_millis(10);
 /// A period of the log of writes, in `pml`.
@@ -45,10 +49,9 @@ const PERIOD: Duration = Duration::from_millis(100);
 
 /// A demo.
 struct Demo {
-    name: DemoName,
     /// The problem, and the mechanism.
     about: [&'static str; 2],
-    /// The options of `lacuna run`.
+    /// The options of `lacuna run`, or of `lacuna test demand-paging` for guests that take turns.
     run: &'static str,
     counted: Counted,
     how: How,
@@ -58,8 +61,8 @@ struct Demo {
 enum How {
     /// One guest, shown live, whose settings are switched after half of the time.
     Switch([Half; 2]),
-    /// Short runs in turns, each as long as its guest takes, every second one with this option.
-    Turns(&'static str),
+    /// Guests of `lacuna test demand-paging` in turns, with these options.
+    Turns([&'static str; 2]),
 }
 
 /// What a demo counts: the sum of these metrics with these labels, and the unit of its rate.
@@ -74,6 +77,8 @@ struct Counted {
 struct Half {
     name: &'static str,
     set: SetRequest,
+    /// This gauge first grows, until it is constant for [`SETTLES`].
+    grows: Option<&'static str>,
     /// Logs the guest's writes in this half.
     watch: Option<Detection>,
     /// The letter of the switch on the view's time axis.
@@ -85,6 +90,7 @@ impl Half {
         Self {
             name,
             set: SetRequest::default(),
+            grows: None,
             watch: None,
             mark,
         }
@@ -101,7 +107,6 @@ impl Demo {
             off.set.async_faults = Some(false);
             on.set.async_faults = Some(true);
             Self {
-                name,
                 about: [
                     "A vCPU that needs a page from swap waits, and all processes of the guest on \
                      this vCPU wait with it.",
@@ -137,16 +142,17 @@ impl Demo {
         let [mut off, mut on] = [Half::of("off", 'h'), Half::of("on", 'H')];
         off.set.huge_pages = Some(false);
         on.set.huge_pages = Some(true);
+        on.grows = Some("lacuna_host_huge_pages");
         Self {
-            name: DemoName::Thp,
             about: [
                 "Random accesses to much memory in pages of 4 KiB miss the TLB nearly every time, \
                  and each miss walks the page tables.",
                 "The host collapses the guest's memory into pages of 2 MiB: one TLB entry covers \
-                 512 times as much.",
+                 512 times as much. The guest's own tables map 2 MiB pages all the time.",
             ],
-            run: "reads --memory 256M --resident 256M --vcpus 1 --thp always --append \
-                  seconds=1000000",
+            // A collapse needs a free block of the budget.
+            run: "reads --memory 512M --resident 384M --vcpus 1 --thp always --append \
+                  huge=1~bytes=256M~seconds=1000000",
             counted: Counted {
                 metrics: STEPS,
                 labels: &[],
@@ -161,7 +167,6 @@ impl Demo {
         off.watch = Some(Detection::WriteProtect);
         on.watch = Some(Detection::Pml);
         Self {
-            name: DemoName::Pml,
             about: [
                 "A migration must know which pages the guest writes. With write protection, the \
                  first write to each page in each round is a fault.",
@@ -183,27 +188,25 @@ impl Demo {
 
     fn missing() -> Self {
         Self {
-            name: DemoName::Missing,
             about: [
                 "The memory of a restored or moved guest is elsewhere at first. Here each vCPU \
-                 that needs a page waits in one queue for a thread that provides it.",
+                 that needs a page sleeps in one queue until a thread has provided it.",
                 "With exits for missing memory, the vCPU's own thread provides the page: no \
                  queue, and no wake-up.",
             ],
-            run: "touch --memory 256M --resident 256M --vcpus 4 --pages-from zeros --append \
-                  threads=4",
+            run: "--memory-kind pool --vcpus 2 --bytes 8M",
             counted: Counted {
-                metrics: &["lacuna_host_faults_missing_total"],
+                metrics: &[],
                 labels: &[],
                 unit: "pages",
             },
-            how: How::Turns(" --exit-on-missing"),
+            how: How::Turns([" --by queue", " --by exits"]),
         }
     }
 
-    /// The arguments of a run with `options` and a control socket.
-    fn args(&self, options: &str, control: &Path) -> RunArgs {
-        let line = format!("lacuna run {}{options} --paused --control", self.run);
+    /// The arguments of a run with a control socket.
+    fn args(&self, control: &Path) -> RunArgs {
+        let line = format!("lacuna run {} --paused --control", self.run);
         let words = line.split_whitespace().map(|word| word.replace('~', " "));
         let cli = Cli::parse_from(words.map(PathBuf::from).chain([control.to_owned()]));
         match cli.command {
@@ -219,19 +222,15 @@ impl Demo {
         Ok(metrics.iter().map(sum).sum())
     }
 
-    /// Measures a run that waits for a resume, and ends it. Returns the rates of both halves, or
-    /// the rate of all of it.
+    /// Measures both halves of a run that waits for a resume, and ends it.
     fn measure(
         &self,
+        halves: &[Half; 2],
         control: &Path,
         caption: Option<&Caption>,
     ) -> Result<[Vec<f64>; 2], AskError> {
         let mut client = Client::connect(control)?;
         let mut rates = [Vec::new(), Vec::new()];
-        let How::Switch(halves) = &self.how else {
-            rates[0].extend(self.whole(&mut client)?);
-            return Ok(rates);
-        };
         let measured = rates.iter_mut().zip(halves).try_for_each(|(rates, half)| {
             if let Some(caption) = caption {
                 let about = self.about.map(str::to_owned);
@@ -247,26 +246,44 @@ impl Demo {
         measured.map(|()| rates)
     }
 
-    /// The mean rate of a guest that ends by itself.
-    fn whole(&self, client: &mut Client) -> Result<Option<f64>, AskError> {
-        client.resume()?;
-        let (mut first, mut last) = (None, None);
-        loop {
-            match self.count(client, self.counted.metrics) {
-                Ok(0.0) => {}
-                Ok(count) => {
-                    last = Some((Instant::now(), count));
-                    first = first.or(last);
+    /// The guests that take turns.
+    fn guests(&self, options: &[&str; 2]) -> [DemandPaging; 2] {
+        options.map(|option| options_of(&format!("{}{option}", self.run)))
+    }
+
+    /// The rates of guests in turns, or why they have ended early.
+    fn turns(&self, options: &[&str; 2], signals: &Signals) -> Result<[Vec<f64>; 2], Exit> {
+        let guests = self.guests(options);
+        // A guest has two steps.
+        let progress = Progress::new(2 * 2 * TURNS as u64, Verbosity::Normal);
+        let mut rates = [Vec::new(), Vec::new()];
+        for _ in 0..TURNS {
+            for (rates, guest) in rates.iter_mut().zip(&guests) {
+                match guest.run(&progress) {
+                    Ok(outcome) => rates.push(outcome.rate()),
+                    Err(error) => return Err(settled(Err(error), signals).0),
                 }
-                Err(AskError::Gone { .. }) => break,
-                Err(error) => return Err(error),
             }
-            thread::sleep(LOOK);
         }
-        Ok(first.zip(last).and_then(|((began, first), (ended, last))| {
-            let seconds = (ended - began).as_secs_f64();
-            (last > first).then(|| (last - first) / seconds)
-        }))
+        Ok(rates)
+    }
+
+    /// Waits until the load has settled, and until the gauge has grown.
+    fn settle(&self, gauge: Option<&str>, client: &mut Client) -> Result<(), AskError> {
+        thread::sleep(SETTLES);
+        let (Some(gauge), began) = (gauge, Instant::now()) else {
+            return Ok(());
+        };
+        let mut before = 0.0;
+        while began.elapsed() < BEGINS {
+            let now = self.count(client, &[gauge])?;
+            if now > 0.0 && now == before {
+                break;
+            }
+            before = now;
+            thread::sleep(SETTLES);
+        }
+        Ok(())
     }
 
     /// The rates of a half.
@@ -298,7 +315,7 @@ impl Demo {
                 periods.try_for_each(|period| period.map(drop))
             })
         });
-        thread::sleep(SETTLES);
+        self.settle(half.grows, client)?;
         let mut rates = Vec::new();
         let mut before = (Instant::now(), self.count(client, self.counted.metrics)?);
         while rates.len() < SLICES {
@@ -321,7 +338,7 @@ impl Demo {
 pub fn demo(args: &DemoArgs) -> Exit {
     exit_of(match args.name {
         None => print(&list()).map(|()| Exit::Done).map_err(Into::into),
-        Some(name) => show(&Demo::of(name)),
+        Some(name) => show(Demo::of(name)),
     })
 }
 
@@ -338,49 +355,42 @@ fn list() -> String {
     lines.collect()
 }
 
-fn show(demo: &Demo) -> Result<Exit, Refusal> {
-    let failed = |error: std::io::Error| (Exit::Host, format!("the demo cannot run: {error}"));
+fn show(demo: Demo) -> Result<Exit, Refusal> {
     print(&format!("{}\n{}\n", demo.about[0], demo.about[1]))?;
-    let folder = tempfile::tempdir().map_err(failed)?;
-    let control = folder.path().join("control");
-    let signals = catch_signals(&Arc::default())?;
-    let run = |options: &str, is_shown: bool| {
-        let mut args = demo.args(options, &control);
-        args.on.output.quiet = !is_shown;
-        let (demo, control) = (Demo::of(demo.name), control.clone());
-        let script = move |caption: Option<Caption>| demo.measure(&control, caption.as_ref());
-        let (exit, rates) = run_beside(&args, &signals, script)?;
-        match exit {
-            Exit::Interrupted(_) => Ok(Err(exit)),
-            _ => rates.map(Ok).map_err(no_answer),
+    let signals = catch_signals(&interrupt::flag())?;
+    let unit = demo.counted.unit;
+    let rates = match &demo.how {
+        How::Switch(halves) => {
+            let halves = halves.clone();
+            switched(demo, halves, &signals)?
         }
-    };
-    let rates = match demo.how {
-        How::Switch(_) => run("", true)?,
-        How::Turns(option) => {
-            // The lines of so many guests say nothing more.
-            let _lines = output::discard_lines();
-            let began = Instant::now();
-            let mut rates = Ok([Vec::new(), Vec::new()]);
-            while let Ok(all) = &mut rates
-                && (all[0].len() < TURNS_LEAST || began.elapsed() < TIME)
-            {
-                for (rates, option) in all.iter_mut().zip(["", option]) {
-                    match run(option, false)? {
-                        Ok([rate, _]) => rates.extend(rate),
-                        Err(exit) => return Ok(exit),
-                    }
-                }
-            }
-            rates
-        }
+        How::Turns(options) => demo.turns(options, &signals),
     };
     match rates {
         Ok([off, on]) => {
-            print(&difference(demo.counted.unit, &off, &on))?;
+            print(&difference(unit, &off, &on))?;
             Ok(Exit::Done)
         }
-        Err(interrupted) => Ok(interrupted),
+        Err(early) => Ok(early),
+    }
+}
+
+/// Shows a guest whose settings are switched. Returns the rates of both halves, or why the guest
+/// has ended early.
+fn switched(
+    demo: Demo,
+    halves: [Half; 2],
+    signals: &Signals,
+) -> Result<Result<[Vec<f64>; 2], Exit>, Refusal> {
+    let failed = |error: std::io::Error| (Exit::Host, format!("the demo cannot run: {error}"));
+    let folder = tempfile::tempdir().map_err(failed)?;
+    let control = folder.path().join("control");
+    let args = demo.args(&control);
+    let script = move |caption: Option<Caption>| demo.measure(&halves, &control, caption.as_ref());
+    let (exit, rates) = run_beside(&args, signals, script)?;
+    match exit {
+        Exit::Interrupted(_) => Ok(Err(exit)),
+        _ => rates.map(Ok).map_err(no_answer),
     }
 }
 
@@ -399,7 +409,7 @@ fn difference(unit: &str, off: &[f64], on: &[f64]) -> String {
     };
     let text = |of: &Summary| {
         let [median, low, high] = [of.median, of.low, of.high].map(short);
-        format!("{median} ({low}..{high}, {} slices)", of.runs)
+        format!("{median} ({low}..{high}, {} rates)", of.runs)
     };
     let [off, on] = [&of_off, &of_on].map(text);
     format!("{unit} a second: off {off}, on {on}: {verdict}\n")
@@ -422,16 +432,19 @@ mod tests {
     fn every_demo_is_a_run_that_can_be_started() {
         for name in DemoName::value_variants() {
             let demo = Demo::of(*name);
-            let option = match &demo.how {
-                How::Turns(option) => option,
+            match &demo.how {
+                How::Turns(options) => {
+                    for guest in demo.guests(options) {
+                        assert_eq!(guest.check(), Ok(()));
+                    }
+                }
                 How::Switch([off, on]) => {
                     assert!(off != on);
-                    ""
+                    let args = demo.args(Path::new("/c d"));
+                    assert_eq!(args.on.control, Some("/c d".into()));
+                    assert!(args.on.paused && args.budget() <= args.memory);
                 }
-            };
-            let args = demo.args(option, Path::new("/c d"));
-            assert_eq!(args.on.control, Some("/c d".into()));
-            assert!(args.on.paused && args.budget() <= args.memory);
+            }
         }
         assert_eq!(list().lines().count(), 5);
     }
@@ -445,7 +458,7 @@ mod tests {
         let text = difference("steps", &of(100.0, 1.0), &of(101.0, 1.0));
         assert!(text.contains("no significant difference\n"), "{text}");
         let text = difference("steps", &of(100.0, 1.0), &of(204.5, 1.0));
-        assert!(text.contains("off 102 (100..103, 8 slices)"), "{text}");
+        assert!(text.contains("off 102 (100..103, 8 rates)"), "{text}");
         assert!(text.ends_with(": 2.03 times as many\n"), "{text}");
         let drifts = [100.0, 101.0, 102.0, 103.0, 140.0, 141.0, 142.0, 143.0];
         let text = difference("steps", &drifts, &drifts.map(|rate| rate + 30.0));

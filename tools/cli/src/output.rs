@@ -193,21 +193,6 @@ pub(crate) fn keep_lines() {
     kept().get_or_insert_default();
 }
 
-/// Lines for stderr are discarded until the value is dropped.
-pub(crate) struct Discarding;
-
-/// Discards lines for stderr.
-pub(crate) fn discard_lines() -> Discarding {
-    keep_lines();
-    Discarding
-}
-
-impl Drop for Discarding {
-    fn drop(&mut self) {
-        *kept() = None;
-    }
-}
-
 /// The last `most` of the kept lines.
 pub(crate) fn kept_lines(most: usize) -> Vec<String> {
     let kept = kept();
