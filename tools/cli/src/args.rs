@@ -9,7 +9,7 @@
 //! lacuna snapshot save FOLDER     a running guest, saved; restore FOLDER resumes it
 //! lacuna migrate ADDRESS          a running guest, moved to lacuna run --incoming ADDRESS
 //! lacuna ctl SOCKET REQUEST       a running guest: status, pause, set, stat, top ...
-//! lacuna demo NAME                one system in 20 seconds, off and on
+//! lacuna demo NAME                one system in half a minute, off and on
 //! lacuna lab [apf pml.score ...]  experiments, or parts of them; without a name, the first look
 //! lacuna lab --full               every mechanism, with as many rounds as figures to quote need
 //! lacuna test TOOL [...]          one test of the engine, as Linux's selftests of KVM
@@ -92,7 +92,7 @@ pub enum Command {
     /// Ask a running guest for its state, pause it, resume it or stop it; watch its counters or its
     /// writes
     Ctl(CtlArgs),
-    /// Show one system in 20 seconds, without its mechanism and with it
+    /// Show one system in half a minute, without its mechanism and with it
     Demo(DemoArgs),
     /// Measure each mechanism, without it and with it: a first look, or the named experiments
     Lab(LabArgs),

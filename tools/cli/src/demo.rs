@@ -1,4 +1,4 @@
-//! `lacuna demo NAME`: one system in 20 seconds, without its mechanism and with it.
+//! `lacuna demo NAME`: one system in half a minute, without its mechanism and with it.
 //!
 //! ```text
 //! guest starts paused ─► off, settles, slices ─► on, settles, slices ─► stop
