@@ -108,10 +108,15 @@ impl Frames {
         self.total() - self.count.left_out.load(Ordering::Relaxed)
     }
 
-    /// Sets the budget, at most the whole pool. [`Frames::withhold`] must follow.
+    /// Sets the budget, at most the whole pool. [`Frames::withhold`] takes what a smaller one leaves
+    /// out.
     pub fn set_budget(&self, frames: usize) {
         let left_out = self.total().saturating_sub(frames);
+        let _free = self.lock();
+        // Together, because `extend_budget` computes the budget from the withheld frames.
         self.count.left_out.store(left_out, Ordering::Relaxed);
+        let withheld = self.count.withheld.load(Ordering::Relaxed).min(left_out);
+        self.count.withheld.store(withheld, Ordering::Relaxed);
     }
 
     /// Withholds free frames that the budget leaves out: those above the high watermark, and half
@@ -476,6 +481,17 @@ impl BudgetFrames {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_larger_budget_is_not_undone_by_reclaim_that_frees_nothing() {
+        let frames = Frames::new(Pool::new(1024, 0).unwrap());
+        frames.set_budget(256);
+        frames.withhold(0);
+        assert_eq!(frames.left_to_withhold(), 0);
+        frames.set_budget(1024);
+        assert!(!frames.extend_budget());
+        assert_eq!(frames.budget(), 1024);
+    }
 
     #[test]
     fn a_frame_is_owed_to_the_longest_waiting() {
