@@ -108,15 +108,10 @@ impl Frames {
         self.total() - self.count.left_out.load(Ordering::Relaxed)
     }
 
-    /// Sets the budget, at most the whole pool. [`Frames::withhold`] takes what a smaller one leaves
-    /// out.
+    /// Sets the budget, at most the whole pool. [`Frames::withhold`] must follow.
     pub fn set_budget(&self, frames: usize) {
         let left_out = self.total().saturating_sub(frames);
-        let _free = self.lock();
-        // Together, because `extend_budget` computes the budget from the withheld frames.
         self.count.left_out.store(left_out, Ordering::Relaxed);
-        let withheld = self.count.withheld.load(Ordering::Relaxed).min(left_out);
-        self.count.withheld.store(withheld, Ordering::Relaxed);
     }
 
     /// Withholds free frames that the budget leaves out: those above the high watermark, and half
@@ -145,9 +140,14 @@ impl Frames {
     pub fn extend_budget(&self) -> bool {
         let _free = self.lock();
         let withheld = self.count.withheld.load(Ordering::Relaxed);
+        let left_out = self.count.left_out.load(Ordering::Relaxed);
+        // Of a budget that has just grown, more frames are withheld than it leaves out.
         let left = withheld.saturating_sub((withheld / 8).max(BATCH));
+        let left = left.min(left_out);
         self.count.withheld.store(left, Ordering::Relaxed);
-        self.count.left_out.store(left, Ordering::Relaxed);
+        // This fails if a caller sets another budget meanwhile, and that one counts.
+        let budget = &self.count.left_out;
+        let _ = budget.compare_exchange(left_out, left, Ordering::Relaxed, Ordering::Relaxed);
         withheld > 0
     }
 
@@ -489,8 +489,9 @@ mod tests {
         frames.withhold(0);
         assert_eq!(frames.left_to_withhold(), 0);
         frames.set_budget(1024);
+        assert!(frames.extend_budget());
+        assert_eq!((frames.budget(), frames.left_to_withhold()), (1024, 0));
         assert!(!frames.extend_budget());
-        assert_eq!(frames.budget(), 1024);
     }
 
     #[test]

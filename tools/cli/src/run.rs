@@ -115,7 +115,7 @@ fn begin(args: &RunArgs) -> Result<Exit, Refusal> {
     let limits = check_limits(args);
     limits.map_err(|error| (Exit::Usage, error.to_string()))?;
     check_target(&args.on.output)?;
-    let sockets = Sockets::open(&args.on, args.seed.is_some(), &signals)?;
+    let sockets = Sockets::open(&args.on, args.seed.is_some())?;
     sandbox::enter_run(args)?;
     with_image(args, |start| run_from(args, start, &signals, sockets))
 }
@@ -147,7 +147,8 @@ pub fn run_beside<T: Send + 'static>(
     script: impl FnOnce(Option<Caption>) -> T + Send + 'static,
 ) -> Result<(Exit, T), Refusal> {
     with_image(args, |start| {
-        let sockets = Sockets::open(&args.on, false, signals)?;
+        let mut sockets = Sockets::open(&args.on, false)?;
+        sockets.show(signals)?;
         let caption = sockets.live.as_ref().map(Live::caption);
         let named = thread::Builder::new().name("lacuna-script".into());
         let script = named
@@ -178,8 +179,9 @@ pub fn run_from(
     args: &RunArgs,
     start: Start<'_>,
     signals: &Signals,
-    sockets: Sockets,
+    mut sockets: Sockets,
 ) -> Result<Exit, Refusal> {
+    sockets.show(signals)?;
     let done = run_with(args, start, signals, &sockets)?;
     sockets.finish(args, done, signals)
 }

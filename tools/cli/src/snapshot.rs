@@ -88,7 +88,7 @@ pub(crate) fn absolute(folder: &Path) -> Result<PathBuf, Refusal> {
 fn restore(args: &RestoreArgs) -> Result<Exit, Refusal> {
     let signals = catch_signals(&Arc::default())?;
     check_target(&args.on.output)?;
-    let sockets = Sockets::open(&args.on, false, &signals)?;
+    let sockets = Sockets::open(&args.on, false)?;
     sandbox::enter_restore(args)?;
     let interrupt = signals.flag();
     let interrupt = interrupt.map_err(|error| (Exit::Host, error.to_string()))?;

@@ -61,10 +61,11 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
     let cut: Arc<AtomicBool> = Arc::default();
     let signals = catch_signals(&cut)?;
     check_target(&args.on.output)?;
-    let sockets = Sockets::open(&args.on, false, &signals)?;
+    let mut sockets = Sockets::open(&args.on, false)?;
     let files = args.tls.files(at).map_err(|text| (Exit::Usage, text))?;
     let listener = Listener::open(at, files.as_ref(), cut).map_err(transport_refusal)?;
     sandbox::enter_run(args)?;
+    sockets.show(&signals)?;
     let destination = Destination::new(listener, report);
     let at = destination.address().to_string();
     complain(&format!("waiting for a guest at {at}"));

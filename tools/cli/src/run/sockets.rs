@@ -10,7 +10,7 @@ use crate::sample::RunReport;
 use crate::sandbox;
 use crate::signals::Signals;
 use crate::view::Live;
-use lacuna_control::ControlSocket;
+use lacuna_control::{Client, ControlSocket};
 use lacuna_lab::result::to_json;
 use std::io;
 
@@ -18,19 +18,20 @@ use std::io;
 pub struct Sockets {
     /// Before the socket, so that it is dropped first.
     pub(super) live: Option<Live>,
+    /// Of the view, until it is shown.
+    client: Option<Client>,
     pub(super) control: Option<ControlSocket>,
     pub(super) metrics: Option<MetricsSocket>,
 }
 
 impl Sockets {
-    /// Opens the sockets that `on` names, and the view if there is a terminal for it. No client
-    /// reaches a guest in virtual time, so `is_seeded` excludes the view. This comes before the
-    /// sandbox, which makes no socket.
+    /// Opens the sockets that `on` names, and one for the view if there is a terminal for it. No
+    /// client reaches a guest in virtual time, so `is_seeded` excludes the view. This comes before
+    /// the sandbox, which makes no socket.
     ///
     /// # Errors
-    /// A socket or the terminal cannot be used.
-    pub fn open(on: &RunOn, is_seeded: bool, signals: &Signals) -> Result<Self, Refusal> {
-        let failed = |error: io::Error| (Exit::Host, format!("cannot show the run: {error}"));
+    /// A socket cannot be made.
+    pub fn open(on: &RunOn, is_seeded: bool) -> Result<Self, Refusal> {
         let is_shown = !on.output.quiet && !is_seeded && Live::is_possible();
         let control = match &on.control {
             Some(path) => {
@@ -40,17 +41,30 @@ impl Sockets {
                     false => socket.confined_to(sandbox::save_places(on)),
                 })
             }
-            None if is_shown => Some(ControlSocket::unnamed().map_err(failed)?),
+            None if is_shown => Some(ControlSocket::unnamed().map_err(no_view)?),
             None => None,
         };
-        let metrics = on.metrics.map(MetricsSocket::open).transpose()?;
-        let view = |socket: &ControlSocket| Live::start(socket.client()?, signals);
-        let live = control.as_ref().filter(|_| is_shown).map(view);
+        let shown = control.as_ref().filter(|_| is_shown);
+        let client = shown.map(ControlSocket::client).transpose();
         Ok(Self {
-            live: live.transpose().map_err(failed)?,
+            live: None,
+            client: client.map_err(no_view)?,
             control,
-            metrics,
+            metrics: on.metrics.map(MetricsSocket::open).transpose()?,
         })
+    }
+
+    /// Shows the view, if there is a terminal for it. Its threads begin inside of the sandbox.
+    ///
+    /// # Errors
+    /// The terminal cannot be used.
+    pub(super) fn show(&mut self, signals: &Signals) -> Result<(), Refusal> {
+        let live = self
+            .client
+            .take()
+            .map(|client| Live::start(client, signals));
+        self.live = live.transpose().map_err(no_view)?;
+        Ok(())
     }
 
     /// Ends the view, and prints the result of a run.
@@ -68,4 +82,8 @@ impl Sockets {
         write_result_until_signal(&args.on.output, &text, &json, signals)?;
         Ok(exit)
     }
+}
+
+fn no_view(error: io::Error) -> Refusal {
+    (Exit::Host, format!("cannot show the run: {error}"))
 }

@@ -144,7 +144,7 @@ fn restoring_process() {
         panic!("another command");
     };
     let run = args.on.machine(String::new(), snapshot.machine());
-    let sockets = Sockets::open(&run.on, false, &signals).unwrap();
+    let sockets = Sockets::open(&run.on, false).unwrap();
     let exit = exit_of(run_from(&run, Start::Lazily(&lazy), &signals, sockets));
     std::process::exit(exit.code().into());
 }
