@@ -79,7 +79,7 @@ impl ControlSocket {
         Self::of(Some(socket)).map_err(failed)
     }
 
-    /// Makes a socket without a name. Its clients are those of [`ControlSocket::client`].
+    /// Makes a socket without a name. [`ControlSocket::client`] connects its clients.
     ///
     /// # Errors
     /// The host has no descriptor.

@@ -25,7 +25,7 @@
 //! * [`mod@run`]: figures, and the JSON form they are read from.
 //! * `scale`: the axis of a plot, and its ticks. `plot`: intervals, bars, published figures, marks.
 //!   `rows`: a plot beside the name and the numbers of its figure.
-//! * `series`: results that differ in one number, such as that of vCPUs. `chart`: their curves.
+//! * `series`: results that differ in one number, as of vCPUs. `chart`: their curves.
 //! * `systems`: the sections of a report. `text`: escaped and formatted text.
 #![forbid(unsafe_code)]
 

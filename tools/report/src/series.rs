@@ -1,4 +1,4 @@
-//! Results that differ in one number, such as that of vCPUs, as series.
+//! Results that differ in one number, such as the number of vCPUs, as series.
 
 use serde_json::Value;
 
