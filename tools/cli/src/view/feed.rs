@@ -10,9 +10,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// The time between two samples.
-pub(super) const EVERY: Duration = Duration::from_millis(200);
-/// Settings and the map are read with every fifth sample.
-const RARELY: u32 = 5;
+pub(super) const EVERY: Duration = Duration::from_millis(500);
+/// The least time between two reads of settings and map.
+const RARELY: Duration = Duration::from_secs(2);
+/// The time between two such reads is at least this many times the time of a read, because the VMM
+/// reads a word of each page for a map.
+const SHARE: u32 = 500;
 /// Cells of the map: enough for the largest terminal that shows all of them.
 const CELLS: u32 = 1024;
 
@@ -90,7 +93,7 @@ impl Feed {
 /// Samples the VM, and sends it the requests in between, until the view ends.
 fn serve(mut client: Client, asked: &Receiver<Ask>, news: &Sender<News>) -> Result<(), AskError> {
     let mut next = Instant::now();
-    let mut samples = 0;
+    let mut next_rarely = next;
     loop {
         match asked.recv_timeout(next.saturating_duration_since(Instant::now())) {
             Ok(ask) => {
@@ -111,11 +114,17 @@ fn serve(mut client: Client, asked: &Receiver<Ask>, news: &Sender<News>) -> Resu
                 };
             }
             Err(RecvTimeoutError::Timeout) => {
-                next = Instant::now() + EVERY;
-                if sample(&mut client, samples % RARELY == 0, news)?.is_none() {
+                let began = Instant::now();
+                next = began + EVERY;
+                let mut is_read = sample(&mut client, news)?;
+                if began >= next_rarely {
+                    let began = Instant::now();
+                    is_read &= sample_rarely(&mut client, news)?;
+                    next_rarely = Instant::now() + RARELY.max(began.elapsed() * SHARE);
+                }
+                if !is_read {
                     return Ok(());
                 }
-                samples += 1;
             }
             Err(RecvTimeoutError::Disconnected) => return Ok(()),
         }
@@ -130,8 +139,8 @@ fn unless_refused<T>(done: Result<T, AskError>) -> Result<Option<T>, AskError> {
     }
 }
 
-/// Samples the VM; `rarely` with settings and map. Returns `None` after the view has ended.
-fn sample(client: &mut Client, rarely: bool, news: &Sender<News>) -> Result<Option<()>, AskError> {
+/// Samples the VM. Returns whether the view still reads the news.
+fn sample(client: &mut Client, news: &Sender<News>) -> Result<bool, AskError> {
     let status = client.status()?;
     let counters = unless_refused(client.counters())?;
     let counters = counters.map_or_else(Counters::default, |all| Counters::of_stat(&all));
@@ -141,14 +150,17 @@ fn sample(client: &mut Client, rarely: bool, news: &Sender<News>) -> Result<Opti
         status,
         counters,
     };
-    let mut is_read = news.send(News::Sample(Box::new(sample))).is_ok();
-    if rarely {
-        if let Some(settings) = unless_refused(client.settings())? {
-            is_read &= news.send(News::Settings(Box::new(settings))).is_ok();
-        }
-        if let Some(map) = unless_refused(client.map(CELLS))? {
-            is_read &= news.send(News::Map(map)).is_ok();
-        }
+    Ok(news.send(News::Sample(Box::new(sample))).is_ok())
+}
+
+/// Reads settings and map, as [`sample`].
+fn sample_rarely(client: &mut Client, news: &Sender<News>) -> Result<bool, AskError> {
+    let mut is_read = true;
+    if let Some(settings) = unless_refused(client.settings())? {
+        is_read &= news.send(News::Settings(Box::new(settings))).is_ok();
     }
-    Ok(is_read.then_some(()))
+    if let Some(map) = unless_refused(client.map(CELLS))? {
+        is_read &= news.send(News::Map(map)).is_ok();
+    }
+    Ok(is_read)
 }

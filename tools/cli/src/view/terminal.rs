@@ -14,7 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::getpgrp;
 use rustix::termios::tcgetpgrp;
-use std::io::{self, IsTerminal, Stderr};
+use std::io::{self, BufWriter, IsTerminal, Stderr};
 use std::os::fd::AsFd;
 use std::panic;
 use std::sync::Once;
@@ -60,8 +60,9 @@ pub(super) fn wait_for_key(longest: Duration) -> io::Result<bool> {
     }
 }
 
-/// The terminal while a view is shown. A drop restores it, and so does a panic of any thread.
-pub(super) struct Screen(pub Terminal<CrosstermBackend<Stderr>>);
+/// The terminal while a view is shown. A drop restores it, and so does a panic of any thread. stderr
+/// has no buffer of its own: each change of a colour would be a system call.
+pub(super) struct Screen(pub Terminal<CrosstermBackend<BufWriter<Stderr>>>);
 
 impl Screen {
     /// Sets the terminal up.
@@ -83,7 +84,7 @@ impl Screen {
         let set_up = || execute!(io::stderr(), EnterAlternateScreen, Clear(ClearType::All));
         let opened = enable_raw_mode()
             .and_then(|()| set_up())
-            .and_then(|()| Terminal::new(CrosstermBackend::new(io::stderr())));
+            .and_then(|()| Terminal::new(CrosstermBackend::new(BufWriter::new(io::stderr()))));
         opened.map(Self).inspect_err(|_| restore())
     }
 }
