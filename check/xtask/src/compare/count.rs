@@ -238,6 +238,10 @@ fn run(lacuna: &Path, arguments: &[&str], unit: Unit, folder: &Path) -> Result<R
     let mut command = Command::new("valgrind");
     command.args(["--tool=callgrind", "--callgrind-out-file=/dev/null"]);
     command.arg(lacuna).arg("run").args(arguments);
+    if knows_sandbox(lacuna)? {
+        // Valgrind has no `seccomp`.
+        command.arg("--no-sandbox");
+    }
     command
         .args(["--seed", "1", "--vcpus", "1", "--quiet", "--json"])
         .arg(&report);
@@ -270,6 +274,14 @@ fn run(lacuna: &Path, arguments: &[&str], unit: Unit, folder: &Path) -> Result<R
         units,
         guest_ns,
     })
+}
+
+/// Whether this commit's `lacuna run` enters a sandbox: commits before it do not know the option.
+fn knows_sandbox(lacuna: &Path) -> Result<bool, Failure> {
+    let help = Command::new(lacuna).args(["run", "--help"]).output();
+    let help =
+        help.map_err(|error| Failure(format!("cannot run {}: {error}", lacuna.display())))?;
+    Ok(String::from_utf8_lossy(&help.stdout).contains("--no-sandbox"))
 }
 
 /// The program's own lines of the output. Valgrind's lines begin with its process id.
