@@ -6,9 +6,10 @@ use crate::message::{
     Writes,
 };
 use crate::refused::Refused;
-use crate::settings::{MapRequest, PageMap, SetRequest, Settings};
+use crate::settings::{MapRequest, SetRequest, Settings};
 use crate::store::url;
 use lacuna::ErrorKind;
+use lacuna::memory::PageMap;
 use lacuna::migrate::NewFolder;
 use lacuna::migrate::session::{Migrated, OutgoingProgress};
 use lacuna::migrate::transport::{Address, Dialer, TlsFiles, is_socket};

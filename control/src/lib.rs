@@ -73,6 +73,6 @@ pub use message::{
     MoveRequest, PROTOCOL, Pages, SaveRequest, Saved, Saving, State, Status, WatchRequest, Writes,
 };
 pub use refused::Refused;
-pub use settings::{MapCell, PageMap, SetRequest, Setting, Settings};
+pub use settings::{SetRequest, Setting, Settings};
 pub use socket::ControlSocket;
 pub use words::{missing_in_words, undecided_at_destination};

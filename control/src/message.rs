@@ -2,8 +2,9 @@
 
 use crate::detection;
 use crate::refused::Refused;
-use crate::settings::{MapRequest, PageMap, SetRequest, Settings};
+use crate::settings::{MapRequest, SetRequest, Settings, page_map};
 use lacuna::dirty::Detection;
+use lacuna::memory::PageMap;
 use lacuna::migrate::session::{IncomingProgress, Migrated, OutgoingProgress};
 use lacuna::migrate::stream::{Compression, Mode};
 use lacuna::migrate::transport::TlsFiles;
@@ -121,7 +122,7 @@ pub(crate) enum Answer {
     /// The last answer to `settings` and `set`.
     Settings(Settings),
     /// The last answer to `map`.
-    Map(PageMap),
+    Map(#[serde(with = "page_map")] PageMap),
     /// The last answer to a refused or failed request.
     Error(Refused),
 }

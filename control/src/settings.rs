@@ -2,7 +2,6 @@
 
 use crate::detection;
 use lacuna::dirty::Detection;
-use lacuna::memory::PageStates;
 use serde::{Deserialize, Serialize};
 
 /// A client's change of a VM's settings. `None` leaves a setting unchanged.
@@ -79,69 +78,31 @@ pub(crate) struct MapRequest {
     pub cells: u32,
 }
 
-/// The pages of a guest in the order of their addresses, without the addresses between its slots.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct PageMap {
-    /// Pages of each cell; the last one may have fewer.
-    pub pages_per_cell: u64,
-    /// The pages of each cell by their state.
-    pub cells: Vec<MapCell>,
-}
+/// A [`PageMap`] in JSON: a cell is an array of its counts.
+pub(crate) mod page_map {
+    use lacuna::memory::{PageMap, PageStates};
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// The pages of a cell by their state. In JSON it is an array of the counts in this order.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-#[serde(from = "[u64; 6]", into = "[u64; 6]")]
-pub struct MapCell {
-    /// Pages in the host's memory.
-    pub resident: u64,
-    /// Pages in swap only.
-    pub swapped: u64,
-    /// Pages that the page source has not provided.
-    pub missing: u64,
-    /// Resident pages in huge pages.
-    pub huge: u64,
-    /// Pages in the log of writes that its reader has not taken yet; 0 without a log.
-    pub dirty: u64,
-    /// Pages that are zeros without memory.
-    pub untouched: u64,
-}
-
-impl From<[u64; 6]> for MapCell {
-    fn from([resident, swapped, missing, huge, dirty, untouched]: [u64; 6]) -> Self {
-        Self {
-            resident,
-            swapped,
-            missing,
-            huge,
-            dirty,
-            untouched,
-        }
+    #[derive(Serialize, Deserialize)]
+    struct Map {
+        pages_per_cell: u64,
+        cells: Vec<[u64; 6]>,
     }
-}
 
-impl From<MapCell> for [u64; 6] {
-    fn from(cell: MapCell) -> Self {
-        [
-            cell.resident,
-            cell.swapped,
-            cell.missing,
-            cell.huge,
-            cell.dirty,
-            cell.untouched,
-        ]
-    }
-}
-
-impl From<PageStates> for MapCell {
-    fn from(states: PageStates) -> Self {
-        Self {
-            resident: states.resident,
-            swapped: states.swapped,
-            missing: states.missing,
-            huge: states.huge,
-            dirty: states.dirty,
-            untouched: states.untouched,
+    pub fn serialize<S: Serializer>(map: &PageMap, to: S) -> Result<S::Ok, S::Error> {
+        Map {
+            pages_per_cell: map.pages_per_cell,
+            cells: map.cells.iter().map(PageStates::counts).collect(),
         }
+        .serialize(to)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<PageMap, D::Error> {
+        let map = Map::deserialize(from)?;
+        Ok(PageMap {
+            pages_per_cell: map.pages_per_cell,
+            cells: map.cells.into_iter().map(PageStates::of_counts).collect(),
+        })
     }
 }
 

@@ -29,7 +29,7 @@
 pub use lacuna_addr::{NoRoom, PageStates};
 pub use lacuna_host::{
     Host, HostError, HostStats, HugePages, LatencySetting, LinuxBacking, LinuxError, LogNormal,
-    MemoryKind, PrivateFile, SharedFill, SharedMemory, Swap,
+    MemoryKind, PrivateFile, SetupFailed, SharedFill, SharedMemory, Swap, SwapFile,
 };
 pub use lacuna_machine::{
     Balloon, HugePagePolicy, MemoryError, MemoryFaultFlags, MemorySlot, MemorySlotError, PageMap,

@@ -1,5 +1,7 @@
 //! Counts of pages by their state.
 
+use std::ops::AddAssign;
+
 /// Pages of a range by their state, a moment ago.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct PageStates {
@@ -15,4 +17,38 @@ pub struct PageStates {
     pub dirty: u64,
     /// Pages that are zeros without memory: never touched, discarded, or dropped as zeros.
     pub untouched: u64,
+}
+
+impl PageStates {
+    /// The counts in the order of the fields.
+    pub const fn counts(&self) -> [u64; 6] {
+        [
+            self.resident,
+            self.swapped,
+            self.missing,
+            self.huge,
+            self.dirty,
+            self.untouched,
+        ]
+    }
+
+    /// The states with these [`counts`](Self::counts).
+    pub const fn of_counts(counts: [u64; 6]) -> Self {
+        let [resident, swapped, missing, huge, dirty, untouched] = counts;
+        Self {
+            resident,
+            swapped,
+            missing,
+            huge,
+            dirty,
+            untouched,
+        }
+    }
+}
+
+impl AddAssign for PageStates {
+    fn add_assign(&mut self, other: Self) {
+        let [a, b] = [self.counts(), other.counts()];
+        *self = Self::of_counts(std::array::from_fn(|state| a[state] + b[state]));
+    }
 }

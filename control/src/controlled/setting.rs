@@ -2,7 +2,8 @@
 
 use super::Controlled;
 use crate::refused::Refused;
-use crate::settings::{MapRequest, PageMap, SetRequest, Settings};
+use crate::settings::{MapRequest, SetRequest, Settings};
+use lacuna::memory::PageMap;
 use lacuna::settings::{SettingError, SettingsChange};
 use lacuna::{PAGE_SIZE, PageCount, Vm};
 use std::time::Duration;
@@ -47,11 +48,7 @@ impl<V: Vm> Controlled<'_, V> {
                 "cells {cells}: give 1 to {CELLS_MAX}"
             )));
         }
-        let map = self.vm.page_map(cells as usize);
-        Ok(PageMap {
-            pages_per_cell: map.pages_per_cell,
-            cells: map.cells.into_iter().map(Into::into).collect(),
-        })
+        Ok(self.vm.page_map(cells as usize))
     }
 }
 

@@ -1,13 +1,13 @@
 //! The example `controlled` is a VMM of its own, in another process: clients control its guest.
 
 use lacuna::dirty::Detection;
+use lacuna::memory::PageStates;
 use lacuna::migrate::Snapshot;
 use lacuna::migrate::session::Destination;
 use lacuna::migrate::transport::Listener;
 use lacuna::{Builder, ErrorKind, Machine, PageCount, PlatformDevices, soft};
 use lacuna_control::{
-    AskError, Client, MapCell, MoveRequest, PROTOCOL, SaveRequest, SetRequest, State, Status,
-    WatchRequest,
+    AskError, Client, MoveRequest, PROTOCOL, SaveRequest, SetRequest, State, Status, WatchRequest,
 };
 use lacuna_skip::test;
 use std::num::NonZeroU64;
@@ -191,7 +191,7 @@ fn settings_change_and_are_refused() {
     );
     drop(periods);
     let map = client.map(10).unwrap();
-    let pages = |cell: &MapCell| cell.resident + cell.swapped + cell.missing + cell.untouched;
+    let pages = |cell: &PageStates| cell.resident + cell.swapped + cell.missing + cell.untouched;
     let counted = map.cells.iter().map(pages).sum::<u64>() * 4096;
     assert_eq!(counted, client.status().unwrap().memory_bytes);
     assert!(map.cells.len() <= 10 && map.cells.iter().any(|cell| cell.resident > 0));

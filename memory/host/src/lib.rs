@@ -65,7 +65,7 @@ pub use lacuna_linux::{
 pub use lacuna_source::{Answer, PageRequest, PageSource, SourcePage};
 pub use lacuna_swap::{
     Fault, FaultyStore, FileStore, Latency, LogNormal, MemoryStore, Page, Reads, SetupFailed,
-    StoreFrames, Swap, SwapEntry, SwapError, SwapStore, WriteFailed,
+    StoreFrames, Swap, SwapEntry, SwapError, SwapFile, SwapStore, WriteFailed,
 };
 pub use lacuna_sync::LatencySetting;
 pub use lacuna_sys::{Toucher, major_faults};

@@ -1,13 +1,21 @@
 //! The errors of swap devices.
 
-/// A swap file cannot be made.
+/// A VM has no swap file.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("cannot create a swap file in {path}: {reason}")]
-pub struct SetupFailed {
-    /// The folder.
-    pub path: String,
-    /// The system's error.
-    pub reason: String,
+pub enum SetupFailed {
+    /// It cannot be made.
+    #[error(
+        "cannot create a swap file in {folder}: {reason}: give a folder on a disk with room for it"
+    )]
+    Create {
+        /// The folder.
+        folder: String,
+        /// The system's error.
+        reason: String,
+    },
+    /// A file serves one VM at a time.
+    #[error("another VM uses this swap file in {0}: make one file for each VM")]
+    Taken(String),
 }
 
 /// Why a swap device failed a command.

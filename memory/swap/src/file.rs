@@ -12,17 +12,33 @@ use rustix::io::{Errno, IoSlice, pread, pwritev};
 use std::num::NonZeroU64;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// A file in a directory, unlinked from the start: after a crash nothing is left of it. It grows as
 /// entries are used. Opened with O_DIRECT where the file system allows it. Elsewhere
 /// `posix_fadvise(DONTNEED)` follows every operation, so that the host's page cache does not become
 /// a second, uncounted budget.
-pub struct FileStore {
+///
+/// A process that may make no files later makes it first, and then its VM ([`Swap::Made`]).
+///
+/// [`Swap::Made`]: crate::Swap::Made
+#[derive(Clone, Debug)]
+pub struct SwapFile(Arc<Unnamed>);
+
+#[derive(Debug)]
+struct Unnamed {
     file: OwnedFd,
     dir: PathBuf,
-    capacity: PageCount,
     caching: Caching,
+    /// Set while a device has the file.
+    is_taken: AtomicBool,
+}
+
+/// A device on a [`SwapFile`].
+pub struct FileStore {
+    on: Arc<Unnamed>,
+    capacity: PageCount,
     /// Allocated bytes, approximately.
     reserved: AtomicU64,
 }
@@ -40,11 +56,14 @@ enum Caching {
     Buffered,
 }
 
-impl FileStore {
-    /// A swap file of at most `capacity` pages in `dir`.
-    pub fn create(dir: &Path, capacity: PageCount) -> Result<Self, SetupFailed> {
-        let failed = |error: Errno| SetupFailed {
-            path: dir.display().to_string(),
+impl SwapFile {
+    /// Makes a file in the folder `dir`.
+    ///
+    /// # Errors
+    /// The system's error: `dir` is no folder, or takes no files.
+    pub fn create(dir: &Path) -> Result<Self, SetupFailed> {
+        let failed = |error: Errno| SetupFailed::Create {
+            folder: dir.display().to_string(),
             reason: error.to_string(),
         };
         let (file, caching) = match open_unlinked(dir, OFlags::DIRECT) {
@@ -55,40 +74,70 @@ impl FileStore {
             ),
             other => (other.map_err(failed)?, Caching::Direct),
         };
-        Ok(Self {
+        Ok(Self(Arc::new(Unnamed {
             file,
             dir: dir.to_owned(),
-            capacity,
             caching,
+            is_taken: AtomicBool::new(false),
+        })))
+    }
+}
+
+impl FileStore {
+    /// A device of at most `capacity` pages on a new file in the folder `dir`.
+    ///
+    /// # Errors
+    /// As [`SwapFile::create`].
+    pub fn create(dir: &Path, capacity: PageCount) -> Result<Self, SetupFailed> {
+        Self::on(&SwapFile::create(dir)?, capacity)
+    }
+
+    /// A device of at most `capacity` pages on `file`, until it is dropped.
+    ///
+    /// # Errors
+    /// Another device has the file.
+    pub fn on(file: &SwapFile, capacity: PageCount) -> Result<Self, SetupFailed> {
+        if file.0.is_taken.swap(true, Ordering::Acquire) {
+            return Err(SetupFailed::Taken(file.0.dir.display().to_string()));
+        }
+        Ok(Self {
+            on: Arc::clone(&file.0),
+            capacity,
             reserved: AtomicU64::new(0),
         })
     }
 
     /// Whether I/O bypasses the host's page cache.
     pub fn is_direct(&self) -> bool {
-        self.caching == Caching::Direct
+        self.on.caching == Caching::Direct
     }
 
     /// Makes the file system allocate blocks for the bytes before `end`.
     fn reserve(&self, end: u64) {
         let reserved = self.reserved.load(Ordering::Relaxed);
-        if end <= reserved || self.caching == Caching::Buffered {
+        if end <= reserved || self.on.caching == Caching::Buffered {
             return;
         }
         let target = end.next_multiple_of(GROWTH).min(self.capacity.bytes());
         let len = target.saturating_sub(reserved);
         // Advice: without enough room, or without such a call, the write itself will fail.
-        if fallocate(&self.file, FallocateFlags::empty(), reserved, len).is_ok() {
+        if fallocate(&self.on.file, FallocateFlags::empty(), reserved, len).is_ok() {
             self.reserved.fetch_max(target, Ordering::Relaxed);
         }
     }
 
     fn forget(&self, entry: SwapEntry, pages: usize) {
-        if self.caching == Caching::Buffered {
+        if self.on.caching == Caching::Buffered {
             let len = NonZeroU64::new((pages * PAGE_SIZE) as u64);
             // Advice: if the file system ignores it, that costs memory, not correctness.
-            let _ = fadvise(&self.file, entry.offset(), len, Advice::DontNeed);
+            let _ = fadvise(&self.on.file, entry.offset(), len, Advice::DontNeed);
         }
+    }
+}
+
+impl Drop for FileStore {
+    fn drop(&mut self) {
+        self.on.is_taken.store(false, Ordering::Release);
     }
 }
 
@@ -113,7 +162,7 @@ fn open_unlinked(dir: &Path, extra: OFlags) -> Result<OwnedFd, Errno> {
 
 impl SwapStore for FileStore {
     fn describe(&self) -> String {
-        format!("swap file in {}", self.dir.display())
+        format!("swap file in {}", self.on.dir.display())
     }
 
     fn capacity(&self) -> PageCount {
@@ -128,7 +177,7 @@ impl SwapStore for FileStore {
         let mut done = 0;
         while done < PAGE_SIZE {
             match pread(
-                &self.file,
+                &self.on.file,
                 &mut page.0[done..],
                 entry.offset() + done as u64,
             ) {
@@ -143,8 +192,8 @@ impl SwapStore for FileStore {
     }
 
     fn reads(&self) -> Reads<'_> {
-        match self.caching {
-            Caching::Direct => Reads::File(self.file.as_fd()),
+        match self.on.caching {
+            Caching::Direct => Reads::File(self.on.file.as_fd()),
             Caching::Buffered => Reads::Blocking,
         }
     }
@@ -161,7 +210,7 @@ impl SwapStore for FileStore {
                 .into_iter()
                 .chain(whole)
                 .collect();
-            match pwritev(&self.file, &slices, first.offset() + done as u64) {
+            match pwritev(&self.on.file, &slices, first.offset() + done as u64) {
                 Ok(count) if count > 0 => done += count,
                 Err(Errno::INTR) => {}
                 result => {

@@ -30,7 +30,7 @@ mod store;
 pub use entry::SwapEntry;
 pub use error::{SetupFailed, SwapError, WriteFailed};
 pub use faulty::{Fault, FaultyStore};
-pub use file::FileStore;
+pub use file::{FileStore, SwapFile};
 pub use kind::Swap;
 pub use latency::Latency;
 pub use log_normal::LogNormal;

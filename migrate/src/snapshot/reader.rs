@@ -12,6 +12,7 @@ use lacuna_machine::{PlatformDevices, SourcePage, Vm};
 use lacuna_source::{Folder, LocalFolder, TouchedMemory};
 use std::collections::BTreeMap;
 use std::io;
+use std::io::ErrorKind::{NotADirectory, NotFound};
 use std::num::NonZeroU32;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -262,9 +263,10 @@ impl Opened {
     fn open(folder: &dyn Folder) -> Result<Self, MigrateError> {
         let (sums_path, sums) = match read(folder, CHECKSUMS, CHECKSUMS_MAX) {
             Err(MigrateError::Io { error, .. })
-                if error.kind() == io::ErrorKind::NotFound && open(folder, STATE).is_err() =>
+                if matches!(error.kind(), NotFound | NotADirectory)
+                    && open(folder, STATE).is_err() =>
             {
-                let what = "find a snapshot there";
+                let what = "find a snapshot there, a folder with snapshot.json and checksums";
                 return Err(MigrateError::io(folder.path(), what)(error));
             }
             read => read?,

@@ -3,19 +3,19 @@
 mod attend;
 mod disk;
 mod incoming;
+mod opened;
 mod profile;
 mod report;
 mod restored;
 mod screen;
-mod sockets;
 mod summary;
 mod threads;
 
+pub use opened::Opened;
 pub use report::{Asked, verdict};
 pub use restored::{Lazy, Record};
-pub use sockets::Sockets;
 
-use crate::args::{Backend, RunArgs, SwapMedium};
+use crate::args::{Backend, RunArgs};
 use crate::exit::Exit;
 use crate::image::{check_limits, load, unread_parameters};
 use crate::metrics::MetricsSocket;
@@ -92,6 +92,7 @@ struct Job<'a> {
     signals: &'a Signals,
     control: Option<&'a ControlSocket>,
     metrics: Option<&'a MetricsSocket>,
+    swap: &'a Swap,
 }
 
 /// Runs a guest as `args` say; prints the result and returns the exit code.
@@ -115,9 +116,9 @@ fn begin(args: &RunArgs) -> Result<Exit, Refusal> {
     let limits = check_limits(args);
     limits.map_err(|error| (Exit::Usage, error.to_string()))?;
     check_target(&args.on.output)?;
-    let sockets = Sockets::open(&args.on, args.seed.is_some())?;
+    let opened = Opened::open(&args.on, args.seed.is_some())?;
     sandbox::enter_run(args)?;
-    with_image(args, |start| run_from(args, start, &signals, sockets))
+    with_image(args, |start| run_from(args, start, &signals, opened))
 }
 
 /// Calls `run` with the guest's image.
@@ -147,16 +148,16 @@ pub fn run_beside<T: Send + 'static>(
     script: impl FnOnce(Option<Caption>) -> T + Send + 'static,
 ) -> Result<(Exit, T), Refusal> {
     with_image(args, |start| {
-        let mut sockets = Sockets::open(&args.on, false)?;
-        sockets.show(signals)?;
-        let caption = sockets.live.as_ref().map(Live::caption);
+        let mut opened = Opened::open(&args.on, false)?;
+        opened.show(signals)?;
+        let caption = opened.live.as_ref().map(Live::caption);
         let named = thread::Builder::new().name("lacuna-script".into());
         let script = named
             .spawn(move || script(caption))
             .map_err(threads::failed)?;
-        let (exit, _) = run_with(args, start, signals, &sockets)?;
+        let (exit, _) = run_with(args, start, signals, &opened)?;
         // The script's requests have an answer, or its connection is closed.
-        drop(sockets);
+        drop(opened);
         let done = script.join();
         Ok((exit, done.unwrap_or_else(|panic| resume_unwind(panic))))
     })
@@ -179,11 +180,11 @@ pub fn run_from(
     args: &RunArgs,
     start: Start<'_>,
     signals: &Signals,
-    mut sockets: Sockets,
+    mut opened: Opened,
 ) -> Result<Exit, Refusal> {
-    sockets.show(signals)?;
-    let done = run_with(args, start, signals, &sockets)?;
-    sockets.finish(args, done, signals)
+    opened.show(signals)?;
+    let done = run_with(args, start, signals, &opened)?;
+    opened.finish(args, done, signals)
 }
 
 /// As [`run_from`], with sockets that remain open.
@@ -191,7 +192,7 @@ fn run_with(
     args: &RunArgs,
     start: Start<'_>,
     signals: &Signals,
-    sockets: &Sockets,
+    opened: &Opened,
 ) -> Result<(Exit, RunReport), Refusal> {
     let (arch, cpu) = match (start, start.machine()) {
         (_, Some(machine)) => (machine.arch, machine.cpu),
@@ -226,8 +227,9 @@ fn run_with(
         pages,
         backing: restored::in_place(args, start, backend)?,
         signals,
-        control: sockets.control.as_ref(),
-        metrics: sockets.metrics.as_ref(),
+        control: opened.control.as_ref(),
+        metrics: opened.metrics.as_ref(),
+        swap: &opened.swap,
     };
     match backend {
         Backend::Kvm => job.run_on(&job.kvm(cpu), |_, _, _, _| unreachable!("soft has seeds")),
@@ -441,7 +443,7 @@ impl Job<'_> {
             // `threads::run` does the prefault, so that a signal can end it.
             prefault: false,
             huge: args.on.thp.unwrap_or_default(),
-            swap: device(swap.medium),
+            swap: self.swap.clone(),
             latency: LatencySetting::new(swap.latency),
             apf: args.apf,
             cpu,
@@ -464,7 +466,7 @@ impl Job<'_> {
             backing: self.backing.clone(),
             huge: args.on.thp.unwrap_or_default(),
             vcpus: args.vcpus as usize,
-            swap: device(swap.medium),
+            swap: self.swap.clone(),
             latency: LatencySetting::new(swap.latency),
             apf: args.apf,
             delivery: args.on.dirty.delivery(),
@@ -473,13 +475,6 @@ impl Job<'_> {
             source: self.source(),
             command_line: self.command_line(Arch::X86_64),
         }
-    }
-}
-
-fn device(medium: SwapMedium) -> Swap {
-    match medium {
-        SwapMedium::File { dir } => Swap::File(dir),
-        SwapMedium::Memory => Swap::Memory,
     }
 }
 

@@ -2,8 +2,8 @@
 //! each names the files and connections of its options, and enters the sandbox before it reads one
 //! of them.
 
+use crate::args::temp_dir;
 use crate::args::{JsonTarget, Output, PagesFrom, RestoreArgs, RunArgs, RunOn, SandboxArgs};
-use crate::args::{SwapMedium, temp_dir};
 use crate::exit::Exit;
 use crate::output::complain;
 use lacuna::migrate::transport::Address;
@@ -57,9 +57,6 @@ pub fn enter_restore(args: &RestoreArgs) -> Result<(), (Exit, String)> {
 }
 
 fn allow_run(sandbox: &mut Sandbox, on: &RunOn) {
-    if let SwapMedium::File { dir } = on.swap.clone().unwrap_or_default().medium {
-        sandbox.allow(dir, Access::Fill);
-    }
     if let Some(disk) = &on.disk {
         sandbox.allow(disk, Access::Write);
     }

@@ -6,7 +6,7 @@ use crate::exit::{self, Exit};
 use crate::output::check_target;
 use crate::pages::Restoring;
 use crate::progress::bar;
-use crate::run::{Lazy, Record, Refusal, Sockets, Start, catch_signals, exit_of, run_from};
+use crate::run::{Lazy, Opened, Record, Refusal, Start, catch_signals, exit_of, run_from};
 use crate::sandbox;
 use lacuna::migrate::{MigrateError, Snapshot, Touches};
 use lacuna_control::store::{self, url};
@@ -88,12 +88,11 @@ pub(crate) fn absolute(folder: &Path) -> Result<PathBuf, Refusal> {
 fn restore(args: &RestoreArgs) -> Result<Exit, Refusal> {
     let signals = catch_signals(&Arc::default())?;
     check_target(&args.on.output)?;
-    let sockets = Sockets::open(&args.on, false)?;
+    let opened = Opened::open(&args.on, false)?;
     sandbox::enter_restore(args)?;
     let interrupt = signals.flag();
     let interrupt = interrupt.map_err(|error| (Exit::Host, error.to_string()))?;
-    let opened = open(args, &interrupt);
-    let snapshot = opened.map_err(|refusal| match signals.caught() {
+    let snapshot = open(args, &interrupt).map_err(|refusal| match signals.caught() {
         None => refusal,
         Some(signal) => {
             let text = format!("interrupted by {signal} before the snapshot was open");
@@ -103,10 +102,10 @@ fn restore(args: &RestoreArgs) -> Result<Exit, Refusal> {
     let from = args.folder.display().to_string();
     let run = args.on.machine(from, snapshot.machine());
     if !args.lazy {
-        return run_from(&run, Start::Snapshot(&snapshot), &signals, sockets);
+        return run_from(&run, Start::Snapshot(&snapshot), &signals, opened);
     }
     let lazy = lazy(args, &snapshot, &interrupt).map_err(|error| refusal(&error))?;
-    run_from(&run, Start::Lazily(&lazy), &signals, sockets)
+    run_from(&run, Start::Lazily(&lazy), &signals, opened)
 }
 
 /// The snapshot in a folder, or at a URL.

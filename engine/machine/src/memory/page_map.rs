@@ -34,7 +34,7 @@ impl PageMap {
                 let states = range.map_or_else(PageStates::default, |gfns| vm.page_states(gfns));
                 let from = first - slot.gfns.start().get();
                 let cell = &mut map.cells[(done / pages_per_cell) as usize];
-                add(cell, &states);
+                *cell += states;
                 cell.dirty += (from..from + pages)
                     .filter(|page| is_set(&dirty, *page))
                     .count() as u64;
@@ -61,12 +61,4 @@ fn dirty(vm: &impl Vm, slot: &MemorySlot) -> Vec<u64> {
 fn is_set(words: &[u64], page: u64) -> bool {
     let word = words.get((page / 64) as usize);
     word.is_some_and(|word| word >> (page % 64) & 1 == 1)
-}
-
-fn add(cell: &mut PageStates, part: &PageStates) {
-    cell.resident += part.resident;
-    cell.swapped += part.swapped;
-    cell.missing += part.missing;
-    cell.huge += part.huge;
-    cell.untouched += part.untouched;
 }

@@ -4,7 +4,7 @@
 //! waiting. The first connection that announces a machine brings the guest. A failure from then on
 //! ends the command, or with `--wait-again` the attempt, and the source gets the reason.
 
-use super::sockets::Sockets;
+use super::opened::Opened;
 use super::threads::{EndServing, failed};
 use super::{Job, Refusal, Start, catch_signals, run_with};
 use crate::args::RunArgs;
@@ -61,15 +61,15 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
     let cut: Arc<AtomicBool> = Arc::default();
     let signals = catch_signals(&cut)?;
     check_target(&args.on.output)?;
-    let mut sockets = Sockets::open(&args.on, false)?;
+    let mut opened = Opened::open(&args.on, false)?;
     let files = args.tls.files(at).map_err(|text| (Exit::Usage, text))?;
     let listener = Listener::open(at, files.as_ref(), cut).map_err(transport_refusal)?;
     sandbox::enter_run(args)?;
-    sockets.show(&signals)?;
+    opened.show(&signals)?;
     let destination = Destination::new(listener, report);
     let at = destination.address().to_string();
     complain(&format!("waiting for a guest at {at}"));
-    let control = sockets.control.as_ref();
+    let control = opened.control.as_ref();
     let is_stopped = || control.is_some_and(ControlSocket::has_stopped);
     loop {
         let arrival = match control {
@@ -83,7 +83,7 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
             ..args.on.machine(at.clone(), arrival.machine())
         };
         let done = check(arrival.machine())
-            .and_then(|()| run_with(&run, Start::Incoming(&arrival), &signals, &sockets));
+            .and_then(|()| run_with(&run, Start::Incoming(&arrival), &signals, &opened));
         if let Err((_, why)) = &done {
             arrival.refuse(why);
         }
@@ -94,7 +94,7 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
             {
                 complain(&format!("{why}; waiting again at {at}"));
             }
-            done => return sockets.finish(args, done?, &signals),
+            done => return opened.finish(args, done?, &signals),
         }
     }
 }

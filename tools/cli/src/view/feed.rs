@@ -3,7 +3,8 @@
 
 use crate::counters::Counters;
 use crate::monitor::GONE;
-use lacuna_control::{AskError, Client, PageMap, SetRequest, Settings, Status};
+use lacuna::memory::PageMap;
+use lacuna_control::{AskError, Client, SetRequest, Settings, Status};
 use std::io;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread;

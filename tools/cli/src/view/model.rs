@@ -2,7 +2,8 @@
 
 use super::feed::{News, Sample};
 use crate::output::visible;
-use lacuna_control::{PageMap, Settings, State, Status};
+use lacuna::memory::PageMap;
+use lacuna_control::{Settings, State, Status};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 

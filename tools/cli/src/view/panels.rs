@@ -7,7 +7,8 @@ use crate::migrate;
 use crate::output::{fit, visible};
 use crate::size::Size;
 use lacuna::PAGE_SIZE;
-use lacuna_control::{MapCell, State, Status};
+use lacuna::memory::PageStates;
+use lacuna_control::{State, Status};
 use lacuna_lab::report::{short, time};
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
@@ -294,16 +295,10 @@ pub(super) fn map(model: &Model, width: usize, rows: usize) -> Vec<Line<'static>
 }
 
 /// The pages of all cells by their state, in the order of [`PAGES`].
-fn sum<'a>(cells: impl IntoIterator<Item = &'a MapCell>) -> [u64; 6] {
-    let mut states = [0; 6];
-    for cell in cells {
-        let counts: [u64; 6] = (*cell).into();
-        states
-            .iter_mut()
-            .zip(counts)
-            .for_each(|(sum, count)| *sum += count);
-    }
-    states
+fn sum<'a>(cells: impl IntoIterator<Item = &'a PageStates>) -> [u64; 6] {
+    let mut states = PageStates::default();
+    cells.into_iter().for_each(|cell| states += *cell);
+    states.counts()
 }
 
 /// The state to show for pages with these counts, by its index in [`PAGES`].

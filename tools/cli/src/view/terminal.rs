@@ -60,8 +60,8 @@ pub(super) fn wait_for_key(longest: Duration) -> io::Result<bool> {
     }
 }
 
-/// The terminal while a view is shown. A drop restores it, and so does a panic of any thread. stderr
-/// has no buffer of its own: each change of a colour would be a system call.
+/// The terminal while a view is shown. A drop restores it, and so does a panic of any thread.
+/// stderr has no buffer of its own: without one, each change of a colour is a system call.
 pub(super) struct Screen(pub Terminal<CrosstermBackend<BufWriter<Stderr>>>);
 
 impl Screen {

@@ -6,7 +6,8 @@ use super::model::Model;
 use super::{draw, pressed};
 use crate::counters::Counters;
 use lacuna::dirty::Detection;
-use lacuna_control::{MapCell, PageMap, SetRequest, Setting, Settings, State, Status};
+use lacuna::memory::{PageMap, PageStates};
+use lacuna_control::{SetRequest, Setting, Settings, State, Status};
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
 use ratatui::crossterm::event::{Event, KeyCode, KeyEvent, KeyModifiers};
@@ -82,10 +83,10 @@ fn model() -> Model {
         source_delay_us: free(0),
     };
     model.take(News::Settings(Box::new(settings)));
-    let cell = |index: u64| MapCell {
+    let cell = |index: u64| PageStates {
         resident: if index < 512 { 16 } else { 0 },
         swapped: if index < 512 { 0 } else { 16 },
-        ..MapCell::default()
+        ..PageStates::default()
     };
     model.take(News::Map(PageMap {
         pages_per_cell: 16,

@@ -8,7 +8,7 @@ use lacuna::migrate::{Folder, LocalFolder, Snapshot, StoredFile};
 use lacuna::source::{FileError, PageRequest, PageSource, Policy};
 use lacuna_cli::args::{self, Cli, Patience};
 use lacuna_cli::pages::Restoring;
-use lacuna_cli::run::{Lazy, Sockets, Start, exit_of, run_from};
+use lacuna_cli::run::{Lazy, Opened, Start, exit_of, run_from};
 use lacuna_skip::test;
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -144,8 +144,8 @@ fn restoring_process() {
         panic!("another command");
     };
     let run = args.on.machine(String::new(), snapshot.machine());
-    let sockets = Sockets::open(&run.on, false).unwrap();
-    let exit = exit_of(run_from(&run, Start::Lazily(&lazy), &signals, sockets));
+    let opened = Opened::open(&run.on, false).unwrap();
+    let exit = exit_of(run_from(&run, Start::Lazily(&lazy), &signals, opened));
     std::process::exit(exit.code().into());
 }
 

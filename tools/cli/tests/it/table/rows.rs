@@ -352,7 +352,7 @@ pub const TABLE: &[Row] = &[
         Nothing,
         "$LACUNA snapshot restore none",
         2,
-        &["none: cannot find a snapshot there: No such file"],
+        &["none: cannot find a snapshot there, a folder with"],
     ),
     (
         Nothing,

@@ -1,8 +1,8 @@
-//! The sockets of a run, and its view.
+//! What a run opens before the sandbox.
 
 use super::Refusal;
 use super::report::in_words;
-use crate::args::{RunArgs, RunOn};
+use crate::args::{RunArgs, RunOn, SwapMedium};
 use crate::exit::{self, Exit};
 use crate::metrics::MetricsSocket;
 use crate::output::write_result_until_signal;
@@ -10,27 +10,28 @@ use crate::sample::RunReport;
 use crate::sandbox;
 use crate::signals::Signals;
 use crate::view::Live;
+use lacuna::memory::{SetupFailed, Swap, SwapFile};
 use lacuna_control::{Client, ControlSocket};
 use lacuna_lab::result::to_json;
 use std::io;
 
-/// The sockets of a command for other processes, and the view, which is a client too.
-pub struct Sockets {
+/// The sockets of a command for other processes; the view, which is a client too; the swap device.
+pub struct Opened {
     /// Before the socket, so that it is dropped first.
     pub(super) live: Option<Live>,
     /// Of the view, until it is shown.
     client: Option<Client>,
     pub(super) control: Option<ControlSocket>,
     pub(super) metrics: Option<MetricsSocket>,
+    pub(super) swap: Swap,
 }
 
-impl Sockets {
-    /// Opens the sockets that `on` names, and one for the view if there is a terminal for it. No
-    /// client reaches a guest in virtual time, so `is_seeded` excludes the view. This comes before
-    /// the sandbox, which makes no socket.
+impl Opened {
+    /// Opens the sockets that `on` names, one for the view if there is a terminal for it, and the
+    /// swap file. No client reaches a guest in virtual time, so `is_seeded` excludes the view.
     ///
     /// # Errors
-    /// A socket cannot be made.
+    /// A socket or the file cannot be made.
     pub fn open(on: &RunOn, is_seeded: bool) -> Result<Self, Refusal> {
         let is_shown = !on.output.quiet && !is_seeded && Live::is_possible();
         let control = match &on.control {
@@ -51,6 +52,7 @@ impl Sockets {
             client: client.map_err(no_view)?,
             control,
             metrics: on.metrics.map(MetricsSocket::open).transpose()?,
+            swap: swap(on)?,
         })
     }
 
@@ -81,6 +83,18 @@ impl Sockets {
         let (text, json) = (in_words(&report), to_json(&report));
         write_result_until_signal(&args.on.output, &text, &json, signals)?;
         Ok(exit)
+    }
+}
+
+/// The swap device. Its file is made here, because the sandbox opens no file of that folder.
+fn swap(on: &RunOn) -> Result<Swap, Refusal> {
+    match on.swap.clone().unwrap_or_default().medium {
+        SwapMedium::Memory => Ok(Swap::Memory),
+        SwapMedium::File { dir } => {
+            let made = SwapFile::create(&dir);
+            let failed = |error: SetupFailed| (Exit::Host, error.to_string());
+            made.map(Swap::Made).map_err(failed)
+        }
     }
 }
 
