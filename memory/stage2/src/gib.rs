@@ -110,13 +110,18 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
     }
 
     /// Frees the deposited table of `leaf`, which was removed from `at`, if that is a 1 GiB leaf.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn give_deposit(&self, at: EntryRef, leaf: Leaf) {
         if leaf.level == Level::L1G {
-            let table: Option<TableId> = lock(&self.stage2.deposits).remove(&at);
-            let table = table.expect("a 1 GiB leaf has a deposited table");
-            self.stage2.arena.free_unlinked(table);
+            self.free_deposit(at);
         }
+    }
+
+    #[cold]
+    fn free_deposit(&self, at: EntryRef) {
+        let table: Option<TableId> = lock(&self.stage2.deposits).remove(&at);
+        let table = table.expect("a 1 GiB leaf has a deposited table");
+        self.stage2.arena.free_unlinked(table);
     }
 }
 
