@@ -4,14 +4,16 @@
 //! {"schema":1, "host":{...}, "commit":"abcdef1", "command":"...", "results":[
 //!   {"id":"fault.soft_vs_host", "value":0.38, "min":0.36, "max":0.41, "runs":15, "unit":"x",
 //!    "better":"lower", "bar":0.5, "wanted":0.4, "met":true, "reference":1.0,
-//!    "reference_source":"...", "simulated":false, "params":{...}, "arms":{"host":{...},...}}],
+//!    "reference_source":"...", "simulated":false, "spread":[0.35,0.37,0.39,0.44],
+//!    "params":{...}, "arms":{"host":{...},...}}],
 //!  "skipped":[{"id":"cpu.x86.vs_qemu_tcg.mem64m", "why":"qemu-system-x86_64 is not installed"}],
 //!  "finished":[{"command":"lacuna lab base", "seconds":12, "results":1, "skipped":1, "about":1}]}
 //! ```
 //!
 //! Ids are part of the interface: `experiment.measure.variant`. An id is never reused for something
-//! else. `min` and `max` are the ends of the 95 % interval ([`crate::stats`]). A result that could
-//! not be measured is listed as skipped, with the reason. It never counts as passed.
+//! else. `min` and `max` are the ends of the 95 % interval ([`crate::stats`]); `spread` is the
+//! smallest run, the quartiles and the largest run. A result that could not be measured is listed
+//! as skipped, with the reason. It never counts as passed.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -21,7 +23,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
 use crate::host_info::HostInfo;
-use crate::stats::Summary;
+use crate::stats::{Spread, Summary};
 
 /// Version of the form. It changes when a field changes its meaning or is removed, not when one is
 /// added.
@@ -242,6 +244,9 @@ pub struct Measurement {
     pub reference_source: Option<String>,
     /// Whether a part of the value is not measured but computed, such as the cost of exits.
     pub simulated: bool,
+    /// How the runs lie, if the figure has runs of its own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub spread: Option<Spread>,
     /// The parameters of the experiment: sizes, seeds, tick, slice.
     pub params: BTreeMap<String, Value>,
     /// The arms behind it, each with its own figures.
@@ -270,6 +275,10 @@ impl Measurement {
             reference: None,
             reference_source: None,
             simulated: false,
+            // JSON has no infinite numbers.
+            spread: summary
+                .spread
+                .filter(|ends| ends.iter().all(|end| end.is_finite())),
             params: BTreeMap::new(),
             arms: BTreeMap::new(),
         }

@@ -39,7 +39,12 @@ pub struct Summary {
     pub runs: usize,
     /// Probability that `low..=high` covers the true median: at least 0.95 from six runs on.
     pub coverage: f64,
+    /// How the runs lie; `None` of a figure that is computed from the summaries of several arms.
+    pub spread: Option<Spread>,
 }
+
+/// The smallest run, the lower and the upper quartile, and the largest run.
+pub type Spread = [f64; 4];
 
 impl Summary {
     /// Summarises `samples`.
@@ -58,6 +63,7 @@ impl Summary {
             high: sorted[n - 1 - skip],
             runs: n,
             coverage,
+            spread: Some([0, (n - 1) / 4, n - 1 - (n - 1) / 4, n - 1].map(|run| sorted[run])),
         }
     }
 
@@ -70,6 +76,7 @@ impl Summary {
             high,
             runs: 7,
             coverage: 0.98,
+            spread: None,
         }
     }
 
@@ -80,6 +87,11 @@ impl Summary {
             median: of(self.median),
             low: a.min(b),
             high: a.max(b),
+            spread: self.spread.map(|spread| {
+                let mut spread = spread.map(&of);
+                spread.sort_by(f64::total_cmp);
+                spread
+            }),
             ..self
         }
     }
@@ -319,6 +331,10 @@ mod tests {
         assert_eq!(Summary::of(&[3.0]).median, 3.0);
         assert_eq!(Summary::of(&[4.0, 1.0]).median, 2.5);
         assert_eq!(Summary::of(&[9.0, 1.0, 2.0]).median, 2.0);
+        let five = Summary::of(&[5.0, 1.0, 4.0, 2.0, 3.0]);
+        assert_eq!(five.spread, Some([1.0, 2.0, 4.0, 5.0]));
+        let inverse = five.inverse().spread;
+        assert_eq!(inverse, Some([0.2, 0.25, 0.5, 1.0]));
     }
 
     /// Published tables of the order-statistics interval (ranks counted from one).

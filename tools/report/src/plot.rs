@@ -32,9 +32,11 @@ pub(crate) fn scale(pairs: &[Pair<'_>]) -> Scale {
     Scale::of(figures.flatten().flat_map(|figure| {
         let null = figure.null().map(|(low, high)| [low, high]);
         let values = [figure.value, figure.min, figure.max];
+        let quartiles = figure.spread.map(|[_, low, high, _]| [low, high]);
         let limits = [figure.bar, figure.reference, same(&figure.unit)];
-        let also = null
+        let also = [null, quartiles]
             .into_iter()
+            .flatten()
             .flatten()
             .chain(limits.into_iter().flatten());
         values.into_iter().chain(also)
@@ -85,6 +87,9 @@ fn marks(figure: &Figure, scale: Scale) -> String {
         svg += &null(scale.at(low), scale.at(high));
     }
     svg += &figure
+        .spread
+        .map_or(String::new(), |ends| spread(ends.map(|end| scale.at(end))));
+    svg += &figure
         .bar
         .map_or(String::new(), |value| bar(scale.at(value)));
     svg += &figure
@@ -122,6 +127,10 @@ pub(crate) fn legend(other: Option<&str>) -> Vec<(String, String)> {
         (bar(at), "bar: what the project promises"),
         (published(at), "published figure"),
         (null(from, to), "null: an arm beside itself"),
+        (
+            spread([scale.at(0.5), from, to, scale.at(3.5)]),
+            "all rounds, and the box of the middle half",
+        ),
     ];
     if let Some(other) = other {
         let marks = interval_between(from, to, at, MARKS[3], MIDDLE);
@@ -154,6 +163,14 @@ fn interval_between(from: f64, to: f64, at: f64, shape: &str, y: f64) -> String 
 fn null(from: f64, to: f64) -> String {
     let width = to - from;
     format!(r#"<rect class="null" x="{from:.2}%" width="{width:.2}%" y="8" height="16"/>"#)
+}
+
+/// The rounds of a figure: a line through all, a box around the middle half.
+fn spread([smallest, lower, upper, largest]: [f64; 4]) -> String {
+    let (y, width) = (MIDDLE, upper - lower);
+    let line = format!(r#"x1="{smallest:.2}%" x2="{largest:.2}%" y1="{y}" y2="{y}""#);
+    let middle = format!(r#"x="{lower:.2}%" width="{width:.2}%" y="10.5" height="11""#);
+    format!(r#"<line class="spread" {line}/><rect class="spread" {middle}/>"#)
 }
 
 fn bar(at: f64) -> String {
@@ -204,4 +221,27 @@ pub(crate) fn axis(scale: Scale) -> String {
         );
     }
     svg + "</svg>"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::run::tests::example;
+
+    #[test]
+    fn a_row_has_the_rounds_of_its_figure() {
+        let run = example();
+        let all = run.figures.iter().map(|figure| Pair {
+            mine: Some(figure),
+            other: None,
+        });
+        let all: Vec<_> = all.collect();
+        let rows = all.iter().map(|pair| row(*pair, scale(&[*pair])));
+        let with_rounds: Vec<bool> = rows
+            .map(|row| row.contains("rect class=\"spread\""))
+            .collect();
+        let expected = run.figures.iter().map(|figure| figure.spread.is_some());
+        assert_eq!(with_rounds, expected.collect::<Vec<_>>());
+        assert!(with_rounds.contains(&true));
+    }
 }

@@ -73,6 +73,9 @@ pub struct Figure {
     /// Whether a part of the value is computed.
     #[serde(default)]
     pub simulated: bool,
+    /// The smallest round, the quartiles, and the largest round.
+    #[serde(default)]
+    pub spread: Option<[f64; 4]>,
     /// The arms behind it; `null` compares an arm with itself.
     #[serde(default)]
     pub arms: BTreeMap<String, Value>,

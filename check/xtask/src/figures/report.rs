@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use lacuna_report::{Figure, Run, drawings, html, overview, repeatable};
 
+use serde_json::{Value, json};
+
 use super::runs::Runs;
 
 /// The folder, from the root of the workspace.
@@ -50,7 +52,8 @@ fn run(runs: &Runs, cores: &str) -> Run {
             reference: one.reference,
             reference_source: one.reference_source,
             simulated: one.simulated,
-            arms: [].into(),
+            spread: None,
+            arms: one.null.map(null).into_iter().collect(),
             // Some rows are of a page, and their command has a remark.
             command: repeatable(one.command.split(" (").next().unwrap_or_default()),
             measured: format!("{} {}", one.date, one.commit),
@@ -66,6 +69,11 @@ fn run(runs: &Runs, cores: &str) -> Run {
         figures,
         ..Run::default()
     }
+}
+
+/// The arm of a figure beside itself, in the lab's form.
+fn null([min, max]: [f64; 2]) -> (String, Value) {
+    ("null".into(), json!({"min": min, "max": max}))
 }
 
 #[cfg(test)]

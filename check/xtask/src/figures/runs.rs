@@ -14,11 +14,11 @@
 //! highest upper end.
 
 use lacuna_report::repeatable;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use std::fmt::Write;
 
 /// The kept fields of a result.
-const FIELDS: [&str; 13] = [
+const FIELDS: [&str; 14] = [
     "id",
     "value",
     "min",
@@ -32,6 +32,7 @@ const FIELDS: [&str; 13] = [
     "reference",
     "reference_source",
     "simulated",
+    "null",
 ];
 /// The kept fields of a run.
 const ABOUT: [&str; 4] = ["commit", "date", "host", "command"];
@@ -46,6 +47,8 @@ pub struct Figure {
     pub low: f64,
     pub high: f64,
     pub unit: String,
+    /// The ends of its interval where nothing differs: an arm beside itself.
+    pub null: Option<[f64; 2]>,
     /// Rounds of all runs together.
     pub rounds: u64,
     pub runs: usize,
@@ -122,7 +125,14 @@ impl Runs {
         run.insert("date".into(), date.into());
         run.insert("host".into(), host.into());
         run.insert("command".into(), repeatable(&command).into());
-        run.insert("results".into(), report["results"].take());
+        let mut results = report["results"].take();
+        for result in results.as_array_mut().into_iter().flatten() {
+            let null = &result["arms"]["null"];
+            if let (Some(low), Some(high)) = (null["min"].as_f64(), null["max"].as_f64()) {
+                result["null"] = json!([low, high]);
+            }
+        }
+        run.insert("results".into(), results);
         self.0.push(Value::Object(run));
         Self::parse(&self.to_json()).map(drop)
     }
@@ -180,6 +190,7 @@ impl Runs {
             low: low[0],
             high: high[high.len() - 1],
             unit: about(last, "unit").to_owned(),
+            null: null(&same),
             rounds: same.iter().filter_map(|one| one["runs"].as_u64()).sum(),
             runs: same.len(),
             bar: last["bar"].as_f64(),
@@ -198,6 +209,12 @@ impl Runs {
             date: about(newest, "date").to_owned(),
         })
     }
+}
+
+/// The lowest and the highest end of the nulls.
+fn null(of: &[&Value]) -> Option<[f64; 2]> {
+    let ends = |end: usize| of.iter().filter_map(move |one| one["null"][end].as_f64());
+    Some([ends(0).reduce(f64::min)?, ends(1).reduce(f64::max)?])
 }
 
 /// The object with the nonnull `fields` of `value`, in their order.
@@ -240,9 +257,11 @@ mod tests {
             "command":"/x/lacuna lab thp.call --json out.json",
             "results":[{{"id":"thp.call","value":{value:?},"min":{:?},"max":{:?},"runs":15,
             "unit":"x","better":"higher","bar":5.0,"wanted":null,"met":{met},"reference":5.0,
-            "simulated":false,"params":{{}},"arms":{{}}}}],"skipped":[]}}"#,
+            "simulated":false,"params":{{}},"arms":{{"null":{{"min":{:?},"max":1.1}}}}}}],
+            "skipped":[]}}"#,
             value - 1.0,
-            value + 1.0
+            value + 1.0,
+            value / 10.0
         )
     }
 
@@ -259,6 +278,7 @@ mod tests {
         let figure = runs.figure("thp.call", "2").unwrap();
         assert_eq!((figure.value, figure.low, figure.high), (8.0, 3.0, 10.0));
         assert_eq!((figure.runs, figure.rounds), (3, 45));
+        assert_eq!(figure.null, Some([0.4, 1.1]));
         assert_eq!((figure.bar, figure.met), (Some(5.0), Some(false)));
         runs.add(&report(20.0, true), "abcdef2").unwrap();
         let figure = runs.figure("thp.call", "2").unwrap();
@@ -288,7 +308,7 @@ mod tests {
         );
         let result = concat!(
             r#"{"id":"thp.call","value":9.0,"min":8.0,"max":10.0,"runs":15,"unit":"x","#,
-            r#""better":"higher","bar":5.0,"met":true,"reference":5.0}"#
+            r#""better":"higher","bar":5.0,"met":true,"reference":5.0,"null":[0.9,1.1]}"#
         );
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines, ["{\"runs\":[", about, result, "]}", "]}"]);

@@ -105,6 +105,7 @@ fn record(points: &[Point], pace: Pace) -> Measurement {
         median: by(|ratio| ratio.median),
         low: by(|ratio| ratio.high),
         high: by(|ratio| ratio.low),
+        spread: None,
         ..points[0].ratios[0]
     };
     let result = Measurement::new(ID, "us", Better::Lower, summary).bar(BAR_US);

@@ -186,6 +186,7 @@ fn over(great: Summary, small: Summary, null: Summary) -> Summary {
         runs: great.runs.min(small.runs),
         // Both intervals have to hold.
         coverage: (great.coverage + small.coverage - 1.0).max(0.0),
+        spread: None,
     }
 }
 
@@ -201,6 +202,7 @@ mod tests {
             high,
             runs: 10,
             coverage: 0.98,
+            spread: None,
         };
         let null = summary(-2.0, 0.0, 1.0);
         let ends = |ratio: Summary| (ratio.low, ratio.median, ratio.high);
