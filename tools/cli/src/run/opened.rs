@@ -10,7 +10,7 @@ use crate::sample::RunReport;
 use crate::sandbox;
 use crate::signals::Signals;
 use crate::view::Live;
-use lacuna::memory::{SetupFailed, Swap, SwapFile};
+use lacuna::memory::{Swap, SwapFile};
 use lacuna_control::{Client, ControlSocket};
 use lacuna_lab::result::to_json;
 use std::io;
@@ -31,7 +31,7 @@ impl Opened {
     /// swap file. No client reaches a guest in virtual time, so `is_seeded` excludes the view.
     ///
     /// # Errors
-    /// A socket or the file cannot be made.
+    /// A socket cannot be made.
     pub fn open(on: &RunOn, is_seeded: bool) -> Result<Self, Refusal> {
         let is_shown = !on.output.quiet && !is_seeded && Live::is_possible();
         let control = match &on.control {
@@ -52,7 +52,7 @@ impl Opened {
             client: client.map_err(no_view)?,
             control,
             metrics: on.metrics.map(MetricsSocket::open).transpose()?,
-            swap: swap(on)?,
+            swap: swap(on),
         })
     }
 
@@ -86,15 +86,12 @@ impl Opened {
     }
 }
 
-/// The swap device. Its file is made here, because the sandbox opens no file of that folder.
-fn swap(on: &RunOn) -> Result<Swap, Refusal> {
+/// The swap device. Its file is made here, because the sandbox opens no file of that folder. If it
+/// cannot be made, a VM that swaps reports the error; on kvm a VM may do without.
+fn swap(on: &RunOn) -> Swap {
     match on.swap.clone().unwrap_or_default().medium {
-        SwapMedium::Memory => Ok(Swap::Memory),
-        SwapMedium::File { dir } => {
-            let made = SwapFile::create(&dir);
-            let failed = |error: SetupFailed| (Exit::Host, error.to_string());
-            made.map(Swap::Made).map_err(failed)
-        }
+        SwapMedium::Memory => Swap::Memory,
+        SwapMedium::File { dir } => SwapFile::create(&dir).map_or(Swap::File(dir), Swap::Made),
     }
 }
 
