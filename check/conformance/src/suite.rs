@@ -2,8 +2,8 @@
 
 /// Makes a test of each body on each backend. The backends in the second braces differ from an
 /// earlier one only by their memory. They leave out bodies about the VMM's memory, and slow bodies
-/// about vCPUs: guests that go to the other backend, that order memory while they move, or that see
-/// the host's processor.
+/// about vCPUs and page sources: guests that order memory while they move, or that see the host's
+/// processor.
 ///
 /// A test's name begins with its body. So while a guest runs on KVM, where one test runs at a time
 /// ([`Backend::turn`](crate::Backend::turn)), another one runs on soft.
@@ -11,13 +11,6 @@
 macro_rules! suite {
     ($whole:tt $memory:tt) => {
         $crate::suite!(@bodies $whole {};
-            between:
-                verify_goes_to_the_other_backend_and_back,
-                bm_goes_to_the_other_backend_and_back,
-                interrupts_and_registers_go_to_the_other_backend_and_back,
-                interrupts_of_devices_go_to_the_other_backend_and_back,
-                a_device_goes_to_the_other_backend_and_back,
-                the_common_model_has_its_cpuid;
             devices:
                 devices_come_and_go_beside_a_guest, a_panic_of_a_device_ends_the_run,
                 a_device_interrupts_from_its_write, a_device_moves_with_its_line;
@@ -46,6 +39,10 @@ macro_rules! suite {
                 each_vcpu_runs_a_thread_and_its_writes_are_logged;
             processors:
                 a_guest_with_the_hosts_processor_moves, litmus_moves_through_fresh_vms;
+            between:
+                the_common_model_has_its_cpuid;
+            sources:
+                verify_from_zeros, verify_from_a_memory_file, verify_from_a_peer;
         );
         $crate::suite!(@bodies $whole $memory;
             state:
@@ -82,8 +79,6 @@ macro_rules! suite {
                 a_lost_page_is_reported, a_panic_of_the_source_ends_the_run,
                 a_restored_vcpu_has_no_exit,
                 a_kick_ends_the_wait_for_the_area_of_async_faults;
-            sources:
-                verify_from_zeros, verify_from_a_memory_file, verify_from_a_peer;
             async_faults:
                 every_token_comes_back_once, a_guest_gets_no_event_unless_offered,
                 nothing_is_lost_with_async_faults;

@@ -135,7 +135,7 @@ pub fn nothing_is_lost_in_linux_swap<B: Backend>(backend: &B) -> Outcome {
             let request = Request {
                 apf: Apf::On,
                 latency: LATENCY,
-                ..Request::new(16, 16, 2, &format!("rounds=2 threads=6 {contract}"))
+                ..Request::new(16, 16, 2, &format!("rounds=1 threads=6 {contract}"))
             };
             let image = guest(backend.arch(), "verify");
             let paged = beside(&backend, &request, &image, Start::Free, |running| {

@@ -57,6 +57,20 @@ mod many_on_soft {
     );
 }
 
+/// Guests that go to soft and back.
+mod to_soft_and_back {
+    use super::*;
+
+    lacuna_conformance::suite!(@bodies { kvm_x86_64: Kvm::default(); } {};
+        between:
+            verify_goes_to_the_other_backend_and_back,
+            bm_goes_to_the_other_backend_and_back,
+            interrupts_and_registers_go_to_the_other_backend_and_back,
+            interrupts_of_devices_go_to_the_other_backend_and_back,
+            a_device_goes_to_the_other_backend_and_back;
+    );
+}
+
 /// Bodies that need a backend that evicts pages.
 mod evicts {
     use super::*;
