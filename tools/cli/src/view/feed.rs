@@ -12,11 +12,11 @@ use std::time::{Duration, Instant};
 
 /// The time between two samples.
 pub(super) const EVERY: Duration = Duration::from_millis(500);
-/// The least time between two reads of settings and map.
-const RARELY: Duration = Duration::from_secs(2);
-/// The time between two such reads is at least this many times the time of a read, because the VMM
-/// reads a word of each page for a map.
-const SHARE: u32 = 500;
+/// The least time between two maps.
+const MAP_EVERY: Duration = Duration::from_secs(2);
+/// The time between two maps is at least this many times the time of a map, because the VMM reads a
+/// word of each page for it.
+const MAP_SHARE: u32 = 500;
 /// Cells of the map: enough for the largest terminal that shows all of them.
 const CELLS: u32 = 1024;
 
@@ -94,7 +94,7 @@ impl Feed {
 /// Samples the VM, and sends it the requests in between, until the view ends.
 fn serve(mut client: Client, asked: &Receiver<Ask>, news: &Sender<News>) -> Result<(), AskError> {
     let mut next = Instant::now();
-    let mut next_rarely = next;
+    let mut next_map = next;
     loop {
         match asked.recv_timeout(next.saturating_duration_since(Instant::now())) {
             Ok(ask) => {
@@ -118,10 +118,10 @@ fn serve(mut client: Client, asked: &Receiver<Ask>, news: &Sender<News>) -> Resu
                 let began = Instant::now();
                 next = began + EVERY;
                 let mut is_read = sample(&mut client, news)?;
-                if began >= next_rarely {
+                if began >= next_map {
                     let began = Instant::now();
-                    is_read &= sample_rarely(&mut client, news)?;
-                    next_rarely = Instant::now() + RARELY.max(began.elapsed() * SHARE);
+                    is_read &= sample_map(&mut client, news)?;
+                    next_map = Instant::now() + MAP_EVERY.max(began.elapsed() * MAP_SHARE);
                 }
                 if !is_read {
                     return Ok(());
@@ -151,17 +151,15 @@ fn sample(client: &mut Client, news: &Sender<News>) -> Result<bool, AskError> {
         status,
         counters,
     };
-    Ok(news.send(News::Sample(Box::new(sample))).is_ok())
-}
-
-/// Reads settings and map, as [`sample`].
-fn sample_rarely(client: &mut Client, news: &Sender<News>) -> Result<bool, AskError> {
-    let mut is_read = true;
+    let mut is_read = news.send(News::Sample(Box::new(sample))).is_ok();
     if let Some(settings) = unless_refused(client.settings())? {
         is_read &= news.send(News::Settings(Box::new(settings))).is_ok();
     }
-    if let Some(map) = unless_refused(client.map(CELLS))? {
-        is_read &= news.send(News::Map(map)).is_ok();
-    }
     Ok(is_read)
+}
+
+/// Reads a map, as [`sample`].
+fn sample_map(client: &mut Client, news: &Sender<News>) -> Result<bool, AskError> {
+    let map = unless_refused(client.map(CELLS))?;
+    Ok(map.is_none_or(|map| news.send(News::Map(map)).is_ok()))
 }
