@@ -6,7 +6,7 @@ use crate::client;
 use crate::exit::Exit;
 use crate::migrate::progress;
 use crate::monitor;
-use crate::output::visible;
+use crate::output::{vcpus, visible};
 use crate::run::{Refusal, exit_of};
 use crate::size::Size;
 use crate::view;
@@ -95,7 +95,7 @@ fn in_words(status: &Status) -> String {
     let machine = (status.vcpus > 0).then(|| {
         let (backend, arch) = (visible(&status.backend), visible(&status.arch));
         let memory = Size(status.memory_bytes);
-        format!("{backend} {arch}, {} vCPUs, {memory}", status.vcpus)
+        format!("{backend} {arch}, {}, {memory}", vcpus(status.vcpus))
     });
     let pages = status.pages.as_ref().map(|pages| {
         let (present, total) = (pages.present, pages.total);

@@ -306,6 +306,14 @@ pub fn fit(text: &str, columns: usize) -> String {
     lines
 }
 
+/// A number of vCPUs in words.
+pub fn vcpus(number: usize) -> String {
+    match number {
+        1 => "1 vCPU".into(),
+        number => format!("{number} vCPUs"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -4,7 +4,7 @@
 use super::keys;
 use super::model::{Curve, FAULTS, Model, QUANTILES, TIMED};
 use crate::migrate;
-use crate::output::{fit, visible};
+use crate::output::{self, fit, visible};
 use crate::size::Size;
 use lacuna::PAGE_SIZE;
 use lacuna::memory::PageStates;
@@ -97,11 +97,11 @@ pub(super) fn head(model: &Model, width: usize) -> Line<'static> {
     let text = match &status.waiting {
         Some(at) => format!("lacuna   waiting for a guest at {at}"),
         None => format!(
-            "lacuna   {state} {:.1} s   {} {}, {} vCPUs, {}",
+            "lacuna   {state} {:.1} s   {} {}, {}, {}",
             status.seconds,
             status.backend,
             status.arch,
-            status.vcpus,
+            output::vcpus(status.vcpus),
             Size(status.memory_bytes)
         ),
     };
