@@ -61,19 +61,14 @@ fn a_guest_without_the_offer_gets_no_event(arch: Arch) {
 
 fn a_seed_gives_one_trace(arch: Arch) {
     for way in apf_ways(arch) {
-        for vcpus in [1, 4] {
-            let run = || {
-                let words = format!("rounds=1 {way}");
-                seeded(
-                    7,
-                    offered(builder_for(arch, (16, 4), vcpus, &words)),
-                    "verify",
-                )
-            };
-            let (first, stats) = run();
-            assert!(stats.taken > 100, "{stats:?}");
-            assert_eq!((first, stats), run());
-        }
+        let run = || {
+            let words = format!("rounds=1 {way}");
+            let builder = offered(builder_for(arch, (16, 4), 4, &words));
+            seeded(7, builder, "verify")
+        };
+        let (first, stats) = run();
+        assert!(stats.taken > 100, "{stats:?}");
+        assert_eq!((first, stats), run());
     }
 }
 
