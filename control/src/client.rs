@@ -19,6 +19,7 @@ use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, IoSlice, Write};
 use std::iter;
 use std::mem::MaybeUninit;
+use std::net::Shutdown;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -28,6 +29,18 @@ use std::path::{Path, PathBuf};
 pub struct Client {
     path: PathBuf,
     stream: BufReader<UnixStream>,
+}
+
+/// Ends the connection of a [`Client`] that waits for an answer, as after a signal. The request
+/// fails with [`AskError::Gone`]. The VM cancels a save, or a migration that it can still cancel.
+pub struct Closer(UnixStream);
+
+impl Closer {
+    /// Ends the connection.
+    pub fn close(&self) {
+        // It fails if the VM has ended the connection before.
+        let _ = self.0.shutdown(Shutdown::Both);
+    }
 }
 
 /// Why a request has no answer.
@@ -116,6 +129,14 @@ impl Client {
             path: "this process".into(),
             stream: BufReader::new(stream),
         }
+    }
+
+    /// Ends the connection from another thread.
+    ///
+    /// # Errors
+    /// The process has no descriptor left.
+    pub fn closer(&self) -> io::Result<Closer> {
+        self.stream.get_ref().try_clone().map(Closer)
     }
 
     /// The state of the run.

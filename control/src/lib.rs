@@ -67,7 +67,7 @@ mod threads;
 mod words;
 
 pub use awaiting::Awaiting;
-pub use client::{AskError, Client};
+pub use client::{AskError, Client, Closer};
 pub use controlled::{Controlled, PageCounts};
 pub use message::{
     MoveRequest, PROTOCOL, Pages, SaveRequest, Saved, Saving, State, Status, WatchRequest, Writes,

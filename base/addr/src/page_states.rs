@@ -49,6 +49,8 @@ impl PageStates {
 impl AddAssign for PageStates {
     fn add_assign(&mut self, other: Self) {
         let [a, b] = [self.counts(), other.counts()];
-        *self = Self::of_counts(std::array::from_fn(|state| a[state] + b[state]));
+        *self = Self::of_counts(std::array::from_fn(|state| {
+            a[state].saturating_add(b[state])
+        }));
     }
 }

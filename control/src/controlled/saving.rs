@@ -229,7 +229,7 @@ fn not_the_last<V: Vm>(base: &Path, tracked: Option<&mut Tracked<'_, V>>) -> Ref
         ),
         None => format!(
             "base {base}: it is not known what has changed since then: save a whole snapshot with \
-             track first, which later ones can have as their base"
+             track first (lacuna snapshot save --track), which later ones can have as their base"
         ),
     })
 }

@@ -122,7 +122,7 @@ fn built_in(arch: Arch) -> String {
     let names: Vec<_> = workloads.map(|image| image.name).collect();
     match arch.unavailable() {
         None => format!(
-            "the workloads are {}, and docs/commands.md has the guests for tests too",
+            "the workloads are {}, and docs/guide/run.md has the guests for tests too",
             names.join(", ")
         ),
         Some(_) => "no guest is built in".into(),

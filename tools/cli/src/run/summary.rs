@@ -20,7 +20,7 @@ pub(super) fn summary(last: &RunSample) -> String {
     let seconds = last.elapsed.as_secs_f64();
     for thread in &last.threads {
         let mean = if seconds > 0.0 {
-            thread.counter as f64 / seconds
+            thread.counter.saturating_sub(thread.before) as f64 / seconds
         } else {
             0.0
         };
@@ -185,14 +185,19 @@ mod tests {
         }
     }
 
-    fn sample() -> RunSample {
-        let thread = |name: &str, kind: &str, counter, goal, rate| Thread {
+    /// A thread with 1000 steps from before the guest moved here.
+    fn thread(name: &str, kind: &str, counter: u64, goal: u64, rate: f64) -> Thread {
+        Thread {
             name: name.into(),
             kind: kind.into(),
             counter,
             goal,
+            before: 1000,
             rate,
-        };
+        }
+    }
+
+    fn sample() -> RunSample {
         let faults = |kind: &str, count| Faults {
             kind: kind.into(),
             count,
@@ -260,7 +265,7 @@ mod tests {
     fn a_summary_tells_everything() {
         let expected = "\
 thread   kind             steps     steps/s
-fault-0  fault            50000       12.5k
+fault-0  fault            50000       12.2k
 work-0   work           8000000        2.0M
 
 memory    guest 2G, budget 512M, peak 520M

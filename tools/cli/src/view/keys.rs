@@ -34,6 +34,8 @@ pub(super) fn action(key: char, model: &Model) -> Option<Action> {
     match (key, model.state()) {
         ('q', _) => Some(Action::Quit),
         ('?', _) => Some(Action::Help),
+        // A key would change one half of a demo's comparison.
+        _ if !model.heading.is_empty() => None,
         ('p', Some(State::Paused)) => ask(Wanted::Resume, 'P', "resumed"),
         ('p', _) => ask(Wanted::Pause, 'p', "paused"),
         ('a' | 'h' | 'd' | '+' | '-' | 's', _) => {
@@ -160,7 +162,7 @@ fn part<T: Copy>(
 }
 
 /// What the keys do, and what the view's marks mean. A line has at most 60 columns.
-pub(super) const HELP: [&str; 20] = [
+pub(super) const HELP: [&str; 21] = [
     "a   async faults on or off: other processes of the guest run",
     "    while a page is read",
     "h   huge pages on or off, for new faults and for collapse",
@@ -178,6 +180,7 @@ pub(super) const HELP: [&str; 20] = [
     "zero-fill: first touch          resident: only not mapped",
     "swap-in: read from swap         missing: from the source",
     "shared: another vCPU reads it   rescued: about to be evicted",
+    "write log, write fast: logged writes, with a lock or without",
     "p50, p99: the times of all faults of a kind so far",
     "letters below the curves: A H on, a h off, D pml, d wp,",
     "    + - budget, s delay, p paused, P resumed",

@@ -13,20 +13,22 @@ const WINDOW: Duration = Duration::from_secs(1);
 pub(super) const SHOWN: Duration = Duration::from_secs(60);
 
 /// Kinds of faults in the order to show them, each with its counter.
-pub(super) const FAULTS: [(&str, &str); 8] = [
+pub(super) const FAULTS: [(&str, &str); 10] = [
     ("zero-fill", "lacuna_host_faults_zero_fill_total"),
     ("resident", "lacuna_host_faults_resident_total"),
     ("swap-in", "lacuna_host_faults_swap_in_total"),
     ("missing", "lacuna_host_faults_missing_total"),
     ("shared", "lacuna_host_faults_shared_ticket_total"),
     ("rescued", "lacuna_host_faults_rescued_total"),
+    ("write log", "lacuna_dirty_faults_total"),
+    ("write fast", "lacuna_dirty_fast_page_faults_total"),
     // On kvm, Linux has the guest's memory.
     ("zero-fill", "lacuna_vm_first_touches"),
     ("swap-in", "lacuna_vm_pages_in_total"),
 ];
 
 /// How many of [`FAULTS`] soft has.
-const SOFT: usize = 6;
+const SOFT: usize = 8;
 /// How many of them, the first ones, have times.
 pub(super) const TIMED: usize = 4;
 /// The quantiles of the times.
@@ -99,7 +101,7 @@ impl Model {
         match news {
             News::Sample(sample) => self.add(*sample),
             News::Settings(settings) => self.settings = Some(*settings),
-            News::Map(map) => self.map = Some(map),
+            News::Map(map) => self.map = Some(self.arrived(map)),
             News::Done(mark, text) => {
                 self.mark(mark);
                 self.note = text;
@@ -109,6 +111,22 @@ impl Model {
             News::Gone(why) => return Some(why),
         }
         None
+    }
+
+    /// `map` without missing pages if all pages are here: the VM has no memory for those of zeros.
+    fn arrived(&self, mut map: PageMap) -> PageMap {
+        let status = self.status();
+        let of_source = status.and_then(|now| now.pages.as_ref());
+        let is_whole = of_source.is_some_and(|pages| pages.whole || pages.missing == 0)
+            || status
+                .and_then(|now| now.arriving.as_ref())
+                .is_some_and(|now| now.missing == Some(0));
+        if is_whole {
+            for cell in &mut map.cells {
+                cell.untouched += std::mem::take(&mut cell.missing);
+            }
+        }
+        map
     }
 
     /// Takes news of the VM on the other side.

@@ -222,7 +222,10 @@ pub(super) fn curves(model: &Model, width: usize, rows: usize) -> Vec<Line<'stat
         return Vec::new();
     }
     let room = width.saturating_sub(NAME + VALUE + 1);
-    let mut lines = vec![title("work, faults, their times: the last 60 s", width)];
+    let mut lines = vec![title(
+        "work and faults in the last 60 s; p50, p99 of all so far",
+        width,
+    )];
     let mut show = |name: &str, curve, text: String, colour| {
         let spark = spark(&model.curve(curve, room));
         lines.push(Line::from(vec![

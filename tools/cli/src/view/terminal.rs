@@ -15,6 +15,7 @@ use rustix::io::Errno;
 use rustix::process::getpgrp;
 use rustix::termios::tcgetpgrp;
 use std::io::{self, BufWriter, IsTerminal, Stderr};
+use std::mem::ManuallyDrop;
 use std::os::fd::AsFd;
 use std::panic;
 use std::sync::Once;
@@ -62,7 +63,8 @@ pub(super) fn wait_for_key(longest: Duration) -> io::Result<bool> {
 
 /// The terminal while a view is shown. A drop restores it, and so does a panic of any thread.
 /// stderr has no buffer of its own: without one, each change of a colour is a system call.
-pub(super) struct Screen(pub Terminal<CrosstermBackend<BufWriter<Stderr>>>);
+/// The drop of [`Terminal`] is left out: on a closed terminal it panics.
+pub(super) struct Screen(pub ManuallyDrop<Terminal<CrosstermBackend<BufWriter<Stderr>>>>);
 
 impl Screen {
     /// Sets the terminal up.
@@ -85,6 +87,7 @@ impl Screen {
         let opened = enable_raw_mode()
             .and_then(|()| set_up())
             .and_then(|()| Terminal::new(CrosstermBackend::new(BufWriter::new(io::stderr()))));
+        let opened = opened.map(ManuallyDrop::new);
         opened.map(Self).inspect_err(|_| restore())
     }
 }

@@ -4,8 +4,9 @@
 use lacuna_skip::test;
 use rustix::fs::{CWD, FileType, Mode, OFlags, fcntl_getfl, fcntl_setfl, mknodat};
 use rustix::process::{Pid, Signal, kill_process};
-use std::io::{BufRead, BufReader, PipeReader, Write};
+use std::io::{BufRead, BufReader, PipeReader, Read as _, Write};
 use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -255,4 +256,30 @@ fn a_second_signal_ends_what_is_stuck() {
         std::thread::sleep(Duration::from_millis(100));
     }
     assert_eq!(running.wait().code(), Some(143));
+}
+
+#[test]
+fn a_save_that_a_signal_ends_leaves_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let control = folder.path().join("control");
+    let silent = UnixListener::bind(&control).unwrap();
+    let saved = folder.path().join("saved");
+    let line = format!(
+        "snapshot save {} --quiet --control {}",
+        saved.display(),
+        control.display()
+    );
+    let mut running = Running::with_errors_to(&line, Stdio::null(), Stdio::piped());
+    let (mut request, _) = silent.accept().unwrap();
+    // The folder has been made when the request comes.
+    let _ = request.read(&mut [0; 1]).unwrap();
+    running.send(Signal::INT);
+    let mut errors = String::new();
+    let mut stderr = running.0.stderr.take().unwrap();
+    stderr.read_to_string(&mut errors).unwrap();
+    assert_eq!(running.wait().code(), Some(130), "{errors}");
+    assert!(errors.contains("interrupted by SIGINT"), "{errors}");
+    let left = std::fs::read_dir(folder.path()).unwrap();
+    let left: Vec<_> = left.map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(left, ["control"], "{errors}");
 }

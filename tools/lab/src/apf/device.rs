@@ -10,6 +10,7 @@ use crate::result::{Measurement, Report};
 use crate::session::{image, on};
 use crate::slices::{Arm, Gain, OFF_NULL_ON, PROCESSES, Pace, Role, Runs, take_turns};
 use crate::stats::Rounds;
+use lacuna::Arch;
 use lacuna::memory::Swap;
 use std::time::Duration;
 
@@ -135,7 +136,13 @@ pub fn measure(
     };
     report.detail(runs.table(&title, &PROCESSES));
     // All ratios before the first result: on a busy machine all are skipped.
-    let results = results(device, guests, pace, latency.as_ref(), &runs)?;
+    let results = results(
+        device,
+        (options.arch, guests),
+        pace,
+        latency.as_ref(),
+        &runs,
+    )?;
     results.into_iter().for_each(|result| report.push(result));
     Ok(())
 }
@@ -163,7 +170,7 @@ pub fn run(
 /// The entries of [`RESULTS`] whose arms took part.
 fn results(
     device: &Device,
-    guests: Guests,
+    (arch, guests): (Arch, Guests),
     pace: Pace,
     latency: Option<&ReadLatency>,
     runs: &Runs,
@@ -181,7 +188,7 @@ fn results(
         };
         let result = bar.into_iter().fold(result, Measurement::bar);
         Ok(match gain {
-            Gain::WORKERS => result.reference(1.995, "KVM Forum 2010"),
+            Gain::WORKERS if arch == Arch::X86_64 => result.reference(1.995, "KVM Forum 2010"),
             _ => result,
         })
     };
@@ -203,6 +210,6 @@ pub fn first_look(options: &Options, rounds: Rounds) -> LabResult<Found> {
         null: runs.ratio(Gain::WORKERS.null())?,
         published: "1.995x (KVM Forum 2010)",
     };
-    let results = results(device, Guests::APF, pace, None, &runs)?;
+    let results = results(device, (options.arch, Guests::APF), pace, None, &runs)?;
     Ok(Found { row, results })
 }

@@ -397,7 +397,7 @@ pub fn first_look(options: &Options, rounds: Rounds) -> LabResult<Found> {
         without: rate(best),
         with: rate(EXITS),
         ratio: paired(&runs.charged(best), &runs.charged(EXITS)),
-        null: paired(&runs.charged(NULL), &runs.charged(EXITS)),
+        null: paired(&runs.charged(EXITS), &runs.charged(NULL)),
         published: "2.3x (kvm list, 1 vCPU)",
     };
     let [_, best, with_cost] = runs.results();
