@@ -14,7 +14,6 @@ use lacuna_control::{AskError, Client, SetRequest, Setting, Settings, State, Sta
 use lacuna_lab::options::name_of;
 use serde_json::json;
 use std::path::Path;
-use std::time::Duration;
 
 /// Sends the request; prints the guest's status after it and returns the exit code.
 pub fn ctl(args: &CtlArgs) -> Exit {
@@ -76,7 +75,7 @@ fn settings_in_words(settings: &Settings) -> String {
             Size(*bytes).to_string()
         }),
         line("source-delay", &settings.source_delay_us, |us| {
-            format!("{:?}", Duration::from_micros(*us))
+            format!("{us}us")
         }),
     ]
     .concat()

@@ -77,7 +77,7 @@ struct Counted {
 struct Half {
     name: &'static str,
     set: SetRequest,
-    /// This gauge first grows to at least this value.
+    /// While the guest is paused, this gauge first grows to at least this value.
     grows: Option<(&'static str, f64)>,
     /// Logs the guest's writes in this half.
     watch: Option<Detection>,
@@ -149,7 +149,8 @@ impl Demo {
                 "Random accesses to much memory in pages of 4 KiB miss the TLB nearly every time, \
                  and each miss walks the page tables.",
                 "The host collapses the guest's memory into pages of 2 MiB: one TLB entry covers \
-                 512 times as much. The guest's own tables map 2 MiB pages all the time.",
+                 512 times as much. The guest is paused for it. Its own tables map 2 MiB pages all \
+                 the time.",
             ],
             // A collapse needs a free block of the budget.
             run: "reads --memory 512M --resident 384M --vcpus 1 --thp always --append \
@@ -269,13 +270,16 @@ impl Demo {
         Ok(rates)
     }
 
-    /// Waits until the gauge has grown, and until the load has settled.
+    /// Waits until the gauge has grown, with the guest paused, and until the load has settled.
     fn settle(&self, grows: Option<(&str, f64)>, client: &mut Client) -> Result<(), AskError> {
         if let Some((gauge, to)) = grows {
+            // A fault in a block undoes its collapse, and this guest faults all the time.
+            client.pause()?;
             let began = Instant::now();
             while self.count(client, &[gauge])? < to && began.elapsed() < BEGINS {
                 thread::sleep(LOOK);
             }
+            client.resume()?;
         }
         thread::sleep(SETTLES);
         Ok(())

@@ -91,7 +91,7 @@ pub fn compared(run: &Run, old: &Run) -> String {
     let (count, all) = (differing.len(), both.count());
     let _ = write!(
         text,
-        "{count} of {all} figures differ: their intervals do not overlap"
+        "{count} of {all} figures differ, which means that their intervals do not overlap"
     );
     text += &match pairs.len() - all {
         0 => "\n".to_owned(),

@@ -62,7 +62,7 @@ async-faults  on
 huge-pages    off
 dirty         pml
 resident      8M
-source-delay  0ns
+source-delay  0us
 ";
     assert_eq!((code, &*text), (Some(0), before));
     let (code, text, _) = set("--async-faults off --dirty wp --resident 6M --source-delay 250us");
@@ -71,7 +71,7 @@ async-faults  off
 huge-pages    off
 dirty         wp
 resident      6M
-source-delay  250µs
+source-delay  250us
 ";
     assert_eq!((code, &*text), (Some(0), after));
     let (code, _, errors) = set("--async-faults on --resident 9M");
